@@ -93,33 +93,39 @@ class BertChunk(Chunk):
         embedded = None
         if self.pre_process:
             if position_ids is None:
-                position_ids = torch.arange(
-                    input_ids.shape[1],
-                    device=input_ids.device,
-                ).expand_as(input_ids)
+                positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+                position_ids = positions.expand_as(input_ids)
             if tokentype_ids is None and self.embedding.num_tokentypes > 0:
                 tokentype_ids = torch.zeros_like(input_ids)
-            inputs = (input_ids, position_ids, tokentype_ids)
-            embedded = self.embedding(*(None if x is None else self.own_tokens(x) for x in inputs))
+            if tokentype_ids is not None:
+                tokentype_ids = self.own_tokens(tokentype_ids)
+            embedded = self.embedding(
+                self.own_tokens(input_ids),
+                self.own_tokens(position_ids),
+                tokentype_ids,
+            )
         hidden = self.encoder(hidden_states=embedded, attention_mask=attention_mask)
-        return self._head(hidden, labels) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        return self._head(hidden, labels)
 
     def _head(self, hidden: Tensor, labels: Tensor | None) -> Any:
         task = self.description.task
         if task == "sequence_classification":
             return self._broadcast_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            return self.gather_tokens(self.token_head(hidden).transpose(0, 1).contiguous())
-        order = (
-            self._broadcast_first_token(self.binary_head(self.pooler(hidden)))
-            if task == "pretraining"
-            else None
-        )
+            logits = self.token_head(hidden)
+            return self.gather_tokens(logits.transpose(0, 1).contiguous())
+        order = None
+        if task == "pretraining":
+            order = self._broadcast_first_token(self.binary_head(self.pooler(hidden)))
         return self.predictions(self.lm_head(hidden), labels), order
 
     def _broadcast_first_token(self, output: Tensor) -> Tensor:
         """Return on every rank of the cp group the output [b, n] of the rank that has the first token of the rows."""
-        return output if self.context is None else self.context.broadcast_first_token(output)
+        if self.context is None:
+            return output
+        return self.context.broadcast_first_token(output)
 
 
 def _padding_idx_hook(token: int) -> Any:
@@ -211,10 +217,10 @@ class Classifier(MegatronModule):
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
         """Create uninitialized weights."""
         super().__init__(config=config)
-        # Hugging Face's head for question answering has no dropout.
-        self.dropout = torch.nn.Dropout(
-            0.0 if model.task == "question_answering" else model.classifier_dropout
-        )
+        probability = model.classifier_dropout
+        if model.task == "question_answering":  # Hugging Face's head for it has no dropout
+            probability = 0.0
+        self.dropout = torch.nn.Dropout(probability)
         per_token = model.task != "sequence_classification"
         self.dense = _linear(
             model.hidden_size,
@@ -226,11 +232,11 @@ class Classifier(MegatronModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
-        drops = self.training and self.dropout.p > 0.0
+        forks = self.is_sharded and self.training and self.dropout.p > 0.0
         # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
-        with (
-            get_cuda_rng_tracker().fork() if self.is_sharded and drops else contextlib.nullcontext()
-        ):
+        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
-        return _gather_sequence(logits) if self.is_sharded else logits
+        if self.is_sharded:
+            logits = _gather_sequence(logits)
+        return logits

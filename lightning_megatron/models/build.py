@@ -44,11 +44,12 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
     else:
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
         create_chunk = partial(chunk_class, model, transformer_config(model, settings))
-    stages: list[int | None] = (
-        list(range(settings.parallel.vpp)) if settings.parallel.vpp else [None]
-    )
+    vpp = settings.parallel.vpp
+    stages: Iterable[int | None] = [None] if vpp is None else range(vpp)
     try:
-        chunks = torch.nn.ModuleList([create_chunk(stage).to(settings.device) for stage in stages])
+        chunks = torch.nn.ModuleList()
+        for stage in stages:
+            chunks.append(create_chunk(stage).to(settings.device))
         for chunk in chunks:
             add_adapters(chunk, model)
     except RuntimeError as error:
@@ -105,28 +106,19 @@ def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * model.num_layers)
     digest = hashlib.sha256(f"{seed}/{shard.key}/{layer}".encode()).digest()
-    generator = torch.Generator(device=shard.data.device).manual_seed(
-        int.from_bytes(digest[:8], "little") >> 1
-    )
-    full = torch.empty(
-        global_shape,
-        dtype=torch.float32,
-        device=shard.data.device,
-    )
+    generator = torch.Generator(device=shard.data.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    full = torch.empty(global_shape, dtype=torch.float32, device=shard.data.device)
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
         full.uniform_(-bound, bound, generator=generator)
     else:
         full.normal_(0.0, std, generator=generator)
         if model.architecture == "t5":
-            full *= torch.as_tensor(
-                _t5_std(shard.key, model),
-                device=full.device,
-            )
+            full *= torch.as_tensor(_t5_std(shard.key, model), device=full.device)
     values = full[shard.global_slice()[layer_axes:]]
-    shard.data.zero_()[tuple(map(slice, values.shape))] = (
-        values  # the remaining rows are vocabulary padding
-    )
+    # The remaining rows are vocabulary padding.
+    shard.data.zero_()[tuple(map(slice, values.shape))] = values
 
 
 def _t5_std(key: str, model: ModelConfig) -> float | torch.Tensor:
@@ -146,12 +138,16 @@ def _t5_std(key: str, model: ModelConfig) -> float | torch.Tensor:
     # T5's softmax scale is 1; the std of queries is smaller instead.
     query: float = (model.hidden_size * model.kv_channels) ** -0.5
     if key.endswith("linear_qkv.weight"):
-        head = torch.tensor([query, default, default]).repeat_interleave(model.kv_channels)
-        return head.repeat(model.num_attention_heads)[:, None]
+        of_parts = torch.tensor([query, default, default])
+        of_head = of_parts.repeat_interleave(model.kv_channels)
+        return of_head.repeat(model.num_attention_heads)[:, None]
     stds = {
         "linear_q.weight": query,
         "linear_proj.weight": float((model.num_attention_heads * model.kv_channels) ** -0.5),
         "linear_fc2.weight": float(model.ffn_hidden_size**-0.5),
         **dict.fromkeys(_VOCAB_WEIGHTS, 1.0),
     }
-    return next((std for name, std in stds.items() if key.endswith(name)), default)
+    for name, std in stds.items():
+        if key.endswith(name):
+            return std
+    return default

@@ -57,7 +57,9 @@ def _refuse(
 
 
 def _check_graphs(settings: EngineSettings) -> None:
-    tp, pp, cp = settings.parallel.tp, settings.parallel.pp, settings.parallel.cp
+    tp = settings.parallel.tp
+    pp = settings.parallel.pp
+    cp = settings.parallel.cp
     reasons = {
         f"tp={tp}, pp={pp} and cp={cp} (ranks would wait for each other)": tp * pp * cp > 1,
         f"a {settings.device.type}": settings.device.type != "cuda",

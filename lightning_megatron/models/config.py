@@ -292,7 +292,8 @@ class ModelConfig:
             f"{of}_dropout"
             for of in ("embedding", "hidden", "attention", "activation", "classifier")
         ):
-            if not 0 <= (value := getattr(self, name)) < 1:
+            value = getattr(self, name)
+            if not 0 <= value < 1:
                 raise ConfigError(
                     f"{name}={value}: expected a probability below 1; correct the model's config"
                 )
@@ -315,7 +316,8 @@ class ModelConfig:
                 "or 0, and rotary positions rotate pairs of dimensions; use an even width"
             )
         for name in ("attention_softcap", "logits_softcap"):
-            if (cap := getattr(self, name)) is not None and cap <= 0:
+            cap = getattr(self, name)
+            if cap is not None and cap <= 0:
                 raise ConfigError(
                     f"{name}={cap} must be positive; correct the model's config, or use null for none"
                 )
@@ -365,11 +367,9 @@ class ModelConfig:
     @property
     def has_attention_output_bias(self) -> bool:
         """Whether the attention's output projection has a bias."""
-        return (
-            self.add_bias_linear
-            if self.add_attention_output_bias is None
-            else self.add_attention_output_bias
-        )
+        if self.add_attention_output_bias is None:
+            return self.add_bias_linear
+        return self.add_attention_output_bias
 
     @cached_property
     def has_position_table(self) -> bool:
@@ -463,10 +463,8 @@ def variant_of(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
     """
     if model.architecture != "gpt":
         return model
-    positions = next(
-        (key for key, name in _POSITIONS.items() if name == stored.get("position_embedding_type")),
-        None,
-    )
+    stored_type = stored.get("position_embedding_type")
+    positions = next((key for key, name in _POSITIONS.items() if name == stored_type), None)
     heads = {1: "multiquery", model.num_attention_heads: "multihead"}.get(
         stored.get("num_query_groups", 0)
     )

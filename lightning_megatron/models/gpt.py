@@ -116,41 +116,44 @@ class Chunk(LanguageModule):
             runtime_gather_output: Whether to all-gather logits over the tp group.
         """
         if self.description.logits_multiplier != 1.0:
-            hidden = (
-                hidden * self.description.logits_multiplier
-            )  # on h values per token instead of v
-        tied = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None
-        )
+            # On h values per token instead of v.
+            hidden = hidden * self.description.logits_multiplier
+        tied = None
+        if self.share_embeddings_and_output_weights:
+            tied = self.shared_embedding_or_output_weight()
         logits, _ = self.output_layer(
-            hidden, weight=tied, runtime_gather_output=runtime_gather_output
+            hidden,
+            weight=tied,
+            runtime_gather_output=runtime_gather_output,
         )
         if self.description.logits_softcap is not None:
             logits = soft_capped(logits, self.description.logits_softcap)
         is_gathered = logits.shape[-1] == self._padded_vocab_size
-        mask_padded_vocab_(
-            logits,
-            self.description.vocab_size,
-            0 if is_gathered else self.pg_collection.tp.rank(),
-        )
+        rank = 0 if is_gathered else self.pg_collection.tp.rank()
+        mask_padded_vocab_(logits, self.description.vocab_size, rank)
         if labels is None:
             return self.gather_tokens(logits.transpose(0, 1).contiguous())
-        return self.gather_tokens(self.compute_language_model_loss(self.own_tokens(labels), logits))
+        losses = self.compute_language_model_loss(self.own_tokens(labels), logits)
+        return self.gather_tokens(losses)
 
     def own_tokens(self, rows: Tensor) -> Tensor:
         """Return this rank's context-parallel shard: [b, s] -> [b, s/cp]."""
-        return rows if self.context is None else self.context.own_tokens(rows)
+        if self.context is None:
+            return rows
+        return self.context.own_tokens(rows)
 
     def gather_tokens(self, shard: Tensor) -> Tensor:
         """All-gather context-parallel shards: [b, s/cp, ...] -> [b, s, ...]. Collective over the cp group."""
-        return shard if self.context is None else self.context.gather_tokens(shard)
+        if self.context is None:
+            return shard
+        return self.context.gather_tokens(shard)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Set the previous stage's output, [s/cp or s/cp/tp, b, h]; called by Megatron's schedules."""
+        if isinstance(input_tensor, list):
+            input_tensor = input_tensor[0]
         stack = getattr(self, self.stack_name)
-        stack.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+        stack.set_input_tensor(input_tensor)
 
     def sharded_state_dict(
         self,
@@ -221,9 +224,9 @@ class GPTChunk(Chunk):
             On the last chunk per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v]; before it hidden states,
             [s/cp or s/cp/tp, b, h].
         """
-        embedded = (
-            self._embed(input_ids, position_ids, attention_mask) if self.pre_process else None
-        )
+        embedded = None
+        if self.pre_process:
+            embedded = self._embed(input_ids, position_ids, attention_mask)
         angles = None
         if self.description.position_embedding_type == "rope":
             angles = self._angles(input_ids, position_ids)
@@ -233,9 +236,9 @@ class GPTChunk(Chunk):
             rotary_pos_emb=angles,
             padding_mask=self._padding_mask(attention_mask),
         )
-        return (
-            self.predictions(hidden, labels, runtime_gather_output) if self.post_process else hidden
-        )
+        if not self.post_process:
+            return hidden
+        return self.predictions(hidden, labels, runtime_gather_output)
 
     def _embed(
         self,
@@ -246,20 +249,19 @@ class GPTChunk(Chunk):
         model = self.description
         if position_ids is None and model.position_offset and segments is not None:
             is_token = (segments != 0).long()
-            position_ids = (
-                is_token.cumsum(-1) * is_token - 1
-            )  # padding: -1, whose row precedes position 0's in OPT
+            # Padding: -1, whose row precedes position 0's in OPT.
+            position_ids = is_token.cumsum(-1) * is_token - 1
         if position_ids is None:
-            position_ids = torch.arange(
-                input_ids.shape[1],
-                device=input_ids.device,
-            ).expand_as(input_ids)
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = positions.expand_as(input_ids)
         positions = self.own_tokens(position_ids + model.position_offset)
         embedded: Tensor = self.embedding(self.own_tokens(input_ids), positions)
         if model.embedding_layernorm:
             # Sequence parallelism: on this rank's shard; gradients are summed over TP, as for all norms.
             embedded = self.embedding.norm(embedded).to(embedded.dtype)
-        return embedded if self._multiplier == 1.0 else embedded * self._multiplier
+        if self._multiplier != 1.0:
+            embedded = embedded * self._multiplier
+        return embedded
 
     def _padding_mask(self, attention_mask: Tensor | None) -> Tensor | None:
         """[b, s/cp or s/cp/tp], bool: this rank's padding, which load balancing of experts ignores; None for none."""
@@ -267,9 +269,8 @@ class GPTChunk(Chunk):
             return None
         padding = self.own_tokens(attention_mask == 0)
         if self.config.sequence_parallel:
-            padding = padding.chunk(self.config.tensor_model_parallel_size, dim=1)[
-                self.pg_collection.tp.rank()
-            ]
+            shards = padding.chunk(self.config.tensor_model_parallel_size, dim=1)
+            padding = shards[self.pg_collection.tp.rank()]
         return padding
 
     def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:

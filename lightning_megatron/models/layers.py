@@ -125,11 +125,9 @@ def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
 def _experts(model: ModelConfig) -> ModuleSpec:
     assert model.experts is not None
     linears = MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=RowParallelLinear)
-    shared = (
-        ModuleSpec(module=SharedExpertMLP, submodules=linears)
-        if model.experts.shared_ffn_hidden_size
-        else None
-    )
+    shared = None
+    if model.experts.shared_ffn_hidden_size:
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared),
@@ -142,21 +140,21 @@ def norm_spec(model: ModelConfig) -> ModuleSpec:
 
 
 def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
-    module, params = SelfAttention, {"attn_mask_type": _MASK_TYPES[model.architecture]}
-    is_rotary = model.position_embedding_type == "rope"
+    module: type[SelfAttention] = SelfAttention
+    params: dict[str, Any] = {"attn_mask_type": _MASK_TYPES[model.architecture]}
     factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
     width = 0 if layer in model.no_rope_layers else model.rotary_width
-    if is_rotary and (
-        model.rotary_base_of_windows is not None or factor != 1.0 and width < model.kv_channels
-    ):
+    scales_part = factor != 1.0 and width < model.kv_channels
+    differs = model.rotary_base_of_windows is not None or scales_part
+    if differs and model.position_embedding_type == "rope":
         module = PartialRotaryAttention
-        params |= {"width": width, "uses_second_angles": model.has_window(layer), "factor": factor}
-    q_norm, k_norm = (
-        ModuleSpec(module=NormOfAllHeads, params={"num_heads": heads})
-        if model.qk_layernorm_of_all_heads
-        else norm_spec(model)
-        for heads in (model.num_attention_heads, model.num_query_groups)
-    )
+        params["width"] = width
+        params["uses_second_angles"] = model.has_window(layer)
+        params["factor"] = factor
+    q_norm = k_norm = None
+    if model.qk_layernorm:
+        q_norm = _head_norm(model, model.num_attention_heads)
+        k_norm = _head_norm(model, model.num_query_groups)
     return ModuleSpec(
         module=module,
         params=params,
@@ -164,10 +162,17 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
             linear_qkv=partial(_linear_qkv, model.add_qkv_bias),
             core_attention=_core_attention(model, config, layer),
             linear_proj=_output_linear(model, has_bias=model.has_attention_output_bias),
-            q_layernorm=q_norm if model.qk_layernorm else None,
-            k_layernorm=k_norm if model.qk_layernorm else None,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
+
+
+def _head_norm(model: ModelConfig, num_heads: int) -> ModuleSpec:
+    """Spec of the norm of queries or of keys, which have ``num_heads`` heads."""
+    if model.qk_layernorm_of_all_heads:
+        return ModuleSpec(module=NormOfAllHeads, params={"num_heads": num_heads})
+    return norm_spec(model)
 
 
 def _output_linear(
@@ -231,21 +236,18 @@ class LayerStack(TransformerBlock):
         recompute = self.config.recompute_granularity
         if recompute == "selective" and self.config.recompute_modules != ["core_attn"]:
             return  # the norms are recomputed from their inputs
-        following = [*(layer.input_layernorm for layer in self.layers[1:]), self.final_layernorm]
-        for layer, next_norm in zip(
-            self.layers, following, strict=False
-        ):  # a chunk may have no layer
+        following = [layer.input_layernorm for layer in self.layers[1:]]
+        following.append(self.final_layernorm)
+        # Not strict: a chunk may have no layer.
+        for layer, next_norm in zip(self.layers, following, strict=False):
             if not isinstance(layer, ParallelTransformerLayer):
-                after_attention = layer.self_attn_bda
+                before_mlp = layer.self_attn_bda
                 if isinstance(layer.cross_attn_bda, BiasDropoutAdd):
-                    after_attention.norm, after_attention = (
-                        layer.pre_cross_attn_layernorm,
-                        layer.cross_attn_bda,
-                    )
-                after_attention.norm = _norm_or_none(layer.pre_mlp_layernorm)
-            if (
-                recompute != "full"
-            ):  # a layer that is recomputed must not compute the norm of the next one
+                    layer.self_attn_bda.norm = layer.pre_cross_attn_layernorm
+                    before_mlp = layer.cross_attn_bda
+                before_mlp.norm = _norm_or_none(layer.pre_mlp_layernorm)
+            # A layer that is recomputed must not compute the norm of the next one.
+            if recompute != "full":
                 layer.mlp_bda.norm = _norm_or_none(next_norm)
 
     @override
@@ -254,7 +256,9 @@ class LayerStack(TransformerBlock):
 
         Later versions end the last recomputed group with the last layer (transformer/transformer_block.py).
         """
-        return self.layers[layer_number] if layer_number < len(self.layers) else _identity_layer
+        if layer_number >= len(self.layers):
+            return _identity_layer
+        return self.layers[layer_number]
 
 
 def _identity_layer(
@@ -302,18 +306,16 @@ class OutputLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": has_bias})
         if has_norm:
             self.post_layernorm = Norm(self.config, self.output_size, self.config.layernorm_epsilon)
-            self.register_forward_hook(
-                _normalize_output
-            )  # after the adapters' hook, which is part of the linear
+            # After the adapters' hook, which is part of the linear.
+            self.register_forward_hook(_normalize_output)
         self.input_dropout = input_dropout
         # Each rank has different columns. With sequence parallelism the entire layer already runs in the RNG fork.
         self.forks_rng: bool = (
             self.config.tensor_model_parallel_size > 1 and not self.config.sequence_parallel
         )
         if input_dropout > 0.0:
-            self.register_forward_pre_hook(
-                self._drop_input
-            )  # not in forward: adapters read the same input
+            # Not in forward: adapters read the same input.
+            self.register_forward_pre_hook(self._drop_input)
 
     def _drop_input(
         self,
@@ -333,7 +335,9 @@ def _normalize_output(
     output: tuple[Tensor, Tensor | None],
 ) -> tuple[Tensor, None]:
     x, bias = output
-    return linear.post_layernorm(x if bias is None else x + bias), None
+    if bias is not None:
+        x = x + bias
+    return linear.post_layernorm(x), None
 
 
 class PartialRotaryAttention(SelfAttention):
@@ -362,7 +366,8 @@ class PartialRotaryAttention(SelfAttention):
             kwargs: Megatron's.
         """
         super().__init__(*args, **kwargs)
-        self.rotary_width, self.factor = width, factor
+        self.rotary_width = width
+        self.factor = factor
         self.uses_second_angles = uses_second_angles
 
     def forward(
@@ -453,7 +458,7 @@ class ParallelTransformerLayer(TransformerLayer):
         Returns:
             Hidden states of the same shape, and ``context``.
         """
-        attention_norm, mlp_norm = RecomputedOutput(), RecomputedOutput()
+        attention_norm = RecomputedOutput()
         attention_input = attention_norm.checkpoint(self.input_layernorm, hidden_states)
         attention_output, proj_bias = self.self_attention(
             attention_input,
@@ -463,18 +468,17 @@ class ParallelTransformerLayer(TransformerLayer):
             inference_context=kwargs.get("inference_context"),
             packed_seq_params=kwargs.get("packed_seq_params"),
         )
-        shares_norm = isinstance(self.pre_mlp_layernorm, IdentityOp)
-        mlp_output, mlp_bias = self.mlp(
-            attention_input
-            if shares_norm
-            else mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
-        )
+        norms = [attention_norm]
+        mlp_input = attention_input
+        if not isinstance(self.pre_mlp_layernorm, IdentityOp):
+            mlp_norm = RecomputedOutput()
+            norms.append(mlp_norm)
+            mlp_input = mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
+        mlp_output, mlp_bias = self.mlp(mlp_input)
+        output = attention_output + mlp_output
         biases = [bias for bias in (proj_bias, mlp_bias) if bias is not None]
-        output = (
-            attention_output + mlp_output,
-            sum(biases[1:], start=biases[0]) if biases else None,
-        )
+        bias = sum(biases[1:], start=biases[0]) if biases else None
         if self.recompute_input_layernorm:
-            for norm in (attention_norm,) if shares_norm else (attention_norm, mlp_norm):
-                norm.discard_output_and_register_recompute(output[0])
-        return self._forward_post_mlp(output, hidden_states), context
+            for norm in norms:
+                norm.discard_output_and_register_recompute(output)
+        return self._forward_post_mlp((output, bias), hidden_states), context

@@ -72,43 +72,30 @@ class Adapter(torch.nn.Module):
         """
         super().__init__()
         assert model.lora is not None
-        self.rank, self.scale, self.dropout = (
-            model.lora.rank,
-            model.lora.alpha / model.lora.rank,
-            model.lora_dropout,
-        )
+        self.rank = model.lora.rank
+        self.scale = model.lora.alpha / model.lora.rank
+        self.dropout = model.lora_dropout
         self.base = (linear,)  # in a tuple, so that it is no submodule
         self.is_row = isinstance(linear, RowParallelLinear)
         self.is_gated = name == "linear_fc1" and model.gated_linear_unit
-        weight, config = linear.weight, linear.config
-        init = {"dtype": weight.dtype, "device": weight.device}
-        self.A = torch.nn.Parameter(
-            torch.empty(
-                sum(parts) * self.rank,
-                weight.shape[1],
-                **init,
-            )
-        )
-        self.B = torch.nn.Parameter(
-            torch.empty(
-                weight.shape[0],
-                self.rank,
-                **init,
-            )
-        )
+        weight = linear.weight
+        rows, columns = weight.shape
+        self.A = torch.nn.Parameter(weight.new_empty(sum(parts) * self.rank, columns))
+        self.B = torch.nn.Parameter(weight.new_empty(rows, self.rank))
         shard, full = (self.A, self.B) if self.is_row else (self.B, self.A)
         set_tensor_model_parallel_attributes(shard, True, int(self.is_row), 1)
         # Megatron sums its gradients over the tp group, whose ranks have seen a shard of the sequence each.
-        full.sequence_parallel = config.sequence_parallel and linear.tp_group.size() > 1  # type: ignore[attr-defined]
+        is_split = linear.config.sequence_parallel and linear.tp_group.size() > 1
+        full.sequence_parallel = is_split  # type: ignore[attr-defined]
         self.owners: Tensor | None
         self.register_buffer("owners", None, persistent=False)
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
         if len(parts) > 1:
             adapted = torch.eye(len(parts), dtype=weight.dtype)[:, list(parts)]
-            self.owners = adapted[_matrix_of_rows(linear, name, model)].to(weight.device)
-        linear.register_forward_hook(
-            self._add, prepend=True
-        )  # before hooks that need the sum, e.g. norms
+            owners = adapted[_matrix_of_rows(linear, name, model)]
+            self.owners = owners.to(weight.device)
+        # Before hooks that need the sum, e.g. norms.
+        linear.register_forward_hook(self._add, prepend=True)
 
     def _add(
         self,
@@ -130,28 +117,23 @@ class Adapter(torch.nn.Module):
             Their sum, in ``output``'s shape.
         """
         (linear,) = self.base
-        group, sequence_parallel = linear.tp_group, linear.sequence_parallel
         low = self._project_down(x)
-        if group.size() > 1:
+        if linear.tp_group.size() > 1:
             # Column-parallel: the gradient of ``low`` is summed over ranks, as each uses it for its rows of B.
             # Row-parallel: ``low`` itself is summed, as each rank computes it from its columns of A.
-            scatter, gather = (
-                reduce_scatter_to_sequence_parallel_region,
-                gather_from_sequence_parallel_region,
-            )
-            reduce, copy = (
-                reduce_from_tensor_model_parallel_region,
-                copy_to_tensor_model_parallel_region,
-            )
-            row, column = (scatter, gather) if sequence_parallel else (reduce, copy)
-            low = (row if self.is_row else column)(low, group=group)
+            if self.is_row and linear.sequence_parallel:
+                communicate = reduce_scatter_to_sequence_parallel_region
+            elif self.is_row:
+                communicate = reduce_from_tensor_model_parallel_region
+            elif linear.sequence_parallel:
+                communicate = gather_from_sequence_parallel_region
+            else:
+                communicate = copy_to_tensor_model_parallel_region
+            low = communicate(low, group=linear.tp_group)
         flat = output.reshape(-1, output.shape[-1])
-        return torch.addmm(
-            flat,
-            low.reshape(len(flat), -1),
-            self._expanded_b().t(),
-            alpha=self.scale,
-        ).view_as(output)
+        low = low.reshape(len(flat), -1)
+        total = torch.addmm(flat, low, self._expanded_b().t(), alpha=self.scale)
+        return total.view_as(output)
 
     def _project_down(self, x: Tensor) -> Tensor:
         """Multiply the input with A, [..., n r]; dropout is independent for each adapter."""
@@ -161,16 +143,18 @@ class Adapter(torch.nn.Module):
         # Each rank has different columns; with sequence parallelism the entire layer already runs in the RNG fork.
         forks = self.is_row and linear.tp_group.size() > 1 and not linear.sequence_parallel
         with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
-            return torch.cat(
-                [F.linear(F.dropout(x, self.dropout), a) for a in self.A.split(self.rank)],
-                dim=-1,
-            )
+            projected = [
+                F.linear(F.dropout(x, self.dropout), of_adapter)
+                for of_adapter in self.A.split(self.rank)
+            ]
+        return torch.cat(projected, dim=-1)
 
     def _expanded_b(self) -> Tensor:
         """[out/tp, n r]: B with each row in the columns of its matrix, and zeros elsewhere."""
         if self.owners is None:
             return self.B
-        return (self.owners[:, :, None] * self.B[:, None, :]).flatten(1)
+        expanded = self.owners[:, :, None] * self.B[:, None, :]
+        return expanded.flatten(1)
 
     def delta(self) -> Tensor:
         """Weight update that merging adds to this rank's shard of the base: [out/tp, in] or [out, in/tp], fp32."""
@@ -202,8 +186,9 @@ def _matrix_of_rows(linear: ColumnParallelLinear, name: str, model: ModelConfig)
     if name == "linear_fc1":
         return torch.arange(2).repeat_interleave(linear.output_size_per_partition // 2)
     per_group = model.num_attention_heads // model.num_query_groups
-    group = torch.tensor([0] * per_group + [1, 2] if name == "linear_qkv" else [0, 1])
-    rows = group.repeat_interleave(model.kv_channels).repeat(model.num_query_groups)
+    matrices = [0] * per_group + [1, 2] if name == "linear_qkv" else [0, 1]
+    rows = torch.tensor(matrices).repeat_interleave(model.kv_channels)
+    rows = rows.repeat(model.num_query_groups)
     shard: Tensor = rows.chunk(linear.tp_group.size())[linear.tp_group.rank()]
     return shard
 
@@ -217,9 +202,8 @@ def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:
         parts = parts_by_linear.get(_LAYER.sub(r"\1.", path))
         if parts is not None:
             parent, _, name = path.rpartition(".")
-            chunk.get_submodule(parent).add_module(
-                name + ADAPTER_SUFFIX, Adapter(linear, name, parts, model)
-            )
+            adapter = Adapter(linear, name, parts, model)
+            chunk.get_submodule(parent).add_module(name + ADAPTER_SUFFIX, adapter)
     freeze_base(chunk)
 
 
@@ -243,13 +227,15 @@ def merged(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
         if isinstance(child, Adapter)
     ]
     base_weights = [child.base[0].weight.data for _, _, child in adapters]
+    replaced = list(zip(adapters, base_weights, strict=True))
     with torch.no_grad():
-        for (parent, name, child), weight in zip(adapters, base_weights, strict=True):
+        for (parent, name, child), weight in replaced:
             delattr(parent, name)
-            child.base[0].weight.data = (weight.float() + child.delta()).to(weight.dtype)
+            updated = weight.float() + child.delta()
+            child.base[0].weight.data = updated.to(weight.dtype)
     try:
         yield
     finally:
-        for (parent, name, child), weight in zip(adapters, base_weights, strict=True):
+        for (parent, name, child), weight in replaced:
             parent.add_module(name, child)
             child.base[0].weight.data = weight

@@ -61,9 +61,8 @@ def scaled_frequencies(
     Returns:
         The frequencies, and the multiplier of sines and cosines.
     """
-    from transformers.modeling_rope_utils import (
-        ROPE_INIT_FUNCTIONS,
-    )  # slow import, only for scaled models
+    # Imported here: it takes seconds, and only scaled models need it.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     fields = {
         **rope,
@@ -103,9 +102,9 @@ def rope_softmax_scale(
     """
     if scaling is None or scaling.attention_factor == 1.0:
         return softmax_scale
-    return (
-        1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
-    ) * scaling.attention_factor**2
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(kv_channels)
+    return softmax_scale * scaling.attention_factor**2
 
 
 def rotary_angles(
@@ -126,7 +125,8 @@ def rotary_angles(
         [s, b, 1, rotary_width], float32; for two types of layers the angles of both in turn, twice the width.
     """
     angles = positions.t()[:, :, None, None].float() * frequencies
-    doubled = (
-        angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
-    )
+    if interleaved:
+        doubled = angles.repeat_interleave(2, dim=-1)
+    else:
+        doubled = torch.cat((angles, angles), dim=-1)
     return doubled.flatten(2)[:, :, None]

@@ -79,22 +79,23 @@ class T5Chunk(Chunk):
             vp_stage: Virtual pipeline stage; None without virtual stages.
         """
         super().__init__(model, config, vp_stage)
-        encoder_layers, _ = layers[(vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()]
+        number = (vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()
+        encoder_layers, _ = layers[number]
         self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
         self._input_tensor: Tensor | None = None
         stack = partial(T5Stack, model, config, vp_stage)
-        encoder, decoder = (
-            [len(numbers) for numbers in layout] for layout in zip(*layers, strict=True)
-        )
         self.encoder = stack(
-            encoder,
+            [len(encoder) for encoder, _ in layers],
             is_decoder=False,
             has_final_norm=model.num_layers - 1 in encoder_layers,
         )
-        self.decoder = stack(decoder, is_decoder=True, has_final_norm=self.post_process)
-        if (
-            config.recompute_method == "block"
-        ):  # recompute_num_layers counts encoder and decoder layers of a chunk
+        self.decoder = stack(
+            [len(decoder) for _, decoder in layers],
+            is_decoder=True,
+            has_final_norm=self.post_process,
+        )
+        if config.recompute_method == "block":
+            # recompute_num_layers counts encoder and decoder layers of a chunk.
             self.decoder.config.recompute_num_layers -= len(self.encoder.layers)
         if len(layers) > 1:
             for stack in (self.encoder, self.decoder):
@@ -105,17 +106,19 @@ class T5Chunk(Chunk):
     def shared_weights(self) -> SharedWeights:
         """Return the relative position tables; each chunk with layers of a stack has a copy of its table."""
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        tables = {"encoder": self.encoder.relative_bias, "decoder": self.decoder.relative_bias}
         return SharedWeights(
             shape=(self.description.relative_attention_num_buckets, heads),
             weights={
-                name: None if table is None else table.weight for name, table in tables.items()
+                "encoder": self.encoder.relative_table,
+                "decoder": self.decoder.relative_table,
             },
         )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Set the previous chunk's output: [s_enc + s_dec or a shard of it, b, h]."""
-        self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if isinstance(input_tensor, list):
+            input_tensor = input_tensor[0]
+        self._input_tensor = input_tensor
 
     def forward(
         self,
@@ -155,13 +158,13 @@ class T5Chunk(Chunk):
     def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: sequence parallelism scatters encoder and decoder separately.
-            encoder = (
-                self.embedding(self.own_tokens(encoder_ids), None)
-                if encoder_ids.shape[1] > 0
-                else None
-            )
+            encoder = None
+            if encoder_ids.shape[1] > 0:
+                encoder = self.embedding(self.own_tokens(encoder_ids), None)
             decoder = self.embedding(self.own_tokens(decoder_ids), None)
-            return decoder[:0] if encoder is None else encoder, decoder
+            if encoder is None:
+                encoder = decoder[:0]
+            return encoder, decoder
         assert self._input_tensor is not None, (
             "the schedule sets the input of every chunk but the first"
         )
@@ -230,12 +233,14 @@ class T5Stack(LayerStack):
         if self.final_layernorm is None:
             return hidden
         # With sequence parallelism each rank draws its own dropout mask, as in Megatron's TransformerBlock.
-        with (
-            get_cuda_rng_tracker().fork()
-            if self.config.sequence_parallel
-            else contextlib.nullcontext()
-        ):
+        forks = self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             return F.dropout(hidden, self.config.hidden_dropout, self.training)
+
+    @property
+    def relative_table(self) -> torch.nn.Parameter | None:
+        """Weight of ``relative_bias``; None if the chunk has no layers of this stack."""
+        return None if self.relative_bias is None else self.relative_bias.weight
 
     def _num_cached(self) -> int:
         """Number of tokens in the KV cache, which is in use during generation only."""
@@ -262,7 +267,9 @@ class T5Stack(LayerStack):
 def _num_sequence_shards(config: TransformerConfig) -> int:
     """Number of equal shards that the cp and tp groups split hidden states into along the sequence."""
     shards: int = config.context_parallel_size
-    return shards * config.tensor_model_parallel_size if config.sequence_parallel else shards
+    if config.sequence_parallel:
+        shards *= config.tensor_model_parallel_size
+    return shards
 
 
 # ---- relative positions ----------------------------------------------------------------------------------------------
@@ -296,11 +303,10 @@ class RelativeBias(MegatronModule):
             bidirectional: Whether keys to the right of the query have buckets of their own (encoder).
         """
         super().__init__(config=config)
-        num_buckets, max_distance = (
-            model.relative_attention_num_buckets,
-            model.relative_attention_max_distance,
-        )
-        self.max_distance, self.bidirectional = max_distance, bidirectional
+        num_buckets = model.relative_attention_num_buckets
+        max_distance = model.relative_attention_max_distance
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
             torch.empty(
@@ -338,25 +344,23 @@ class RelativeBias(MegatronModule):
             [b or 1, heads/tp, queries, s] in the weight's dtype; at cp > 1 this rank's heads or queries of it. Computed
             once per chunk: all layers of the stack in it keep the same tensor for their backward passes.
         """
-        positions = torch.arange(
-            -(-length // _ALIGNMENT) * _ALIGNMENT,
-            device=self.weight.device,
-        )
+        padded_length = -(-length // _ALIGNMENT) * _ALIGNMENT
+        positions = torch.arange(padded_length, device=self.weight.device)
         distances = positions - positions[length - queries : length, None]
-        buckets = self.buckets[
-            distances.clamp(-self.max_distance, self.max_distance) + self.max_distance
-        ]
+        distances = distances.clamp(-self.max_distance, self.max_distance)
+        buckets = self.buckets[distances + self.max_distance]
         context = ContextParallel(self.config)
         weight = context.own_heads(self.weight, 1)
-        bias = (
-            F.embedding(context.own_queries(buckets, 0), weight).permute(2, 0, 1)[None].contiguous()
-        )
+        values = F.embedding(context.own_queries(buckets, 0), weight)
+        bias = values.permute(2, 0, 1)[None].contiguous()
         mask = None
         if not self.bidirectional and queries > 1:
-            mask = torch.ones_like(buckets, dtype=torch.bool).triu(1 + length - queries)[None, None]
-            mask = context.own_queries(mask, 2)
+            everywhere = torch.ones_like(buckets, dtype=torch.bool)
+            later = everywhere.triu(1 + length - queries)
+            mask = context.own_queries(later[None, None], 2)
         if attention_mask is not None:
-            padding = F.pad(attention_mask == 0, (0, len(positions) - length))[:, None, None, :]
+            padding = F.pad(attention_mask == 0, (0, padded_length - length))
+            padding = padding[:, None, None, :]
             mask = padding if mask is None else mask | padding
         if mask is not None:
             # Overwritten, not added: a large bias must not unmask a key.

@@ -25,14 +25,14 @@ OVERRIDE = "pipeline_model_parallel_layout"
 
 def layer_ranges(num_encoder_layers: int, layout: Sequence[int]) -> list[tuple[range, range]]:
     """Encoder layers and decoder layers of each chunk of ``layout``, in pipeline order, each stack numbered from 0."""
-    split, bounds = num_encoder_layers, itertools.accumulate(layout, initial=0)
-    return [
-        (
-            range(min(start, split), min(end, split)),
-            range(max(start, split) - split, max(end, split) - split),
-        )
-        for start, end in itertools.pairwise(bounds)
-    ]
+    split = num_encoder_layers
+    bounds = itertools.accumulate(layout, initial=0)
+    ranges = []
+    for start, end in itertools.pairwise(bounds):
+        encoder = range(min(start, split), min(end, split))
+        decoder = range(max(start, split) - split, max(end, split) - split)
+        ranges.append((encoder, decoder))
+    return ranges
 
 
 def t5_layout(
@@ -45,11 +45,9 @@ def t5_layout(
     Raises:
         ConfigError: If ``override`` does not fit the model and ``parallel``.
     """
-    encoder, decoder, num_chunks = (
-        model.num_layers,
-        model.num_decoder_layers,
-        parallel.pp * parallel.num_model_chunks,
-    )
+    encoder = model.num_layers
+    decoder = model.num_decoder_layers
+    num_chunks = parallel.pp * parallel.num_model_chunks
     if override is None:
         return balanced_layout(encoder, decoder, num_chunks)
     layout = parse_layout(override)

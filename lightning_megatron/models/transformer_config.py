@@ -45,34 +45,38 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
 
 
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
-    scaling = model.rope_scaling if model.position_embedding_type == "rope" else None
+    scaling = None
+    without_rope = None
+    if model.position_embedding_type == "rope":
+        scaling = model.rope_scaling
+        if model.no_rope_layers:
+            layers = range(model.num_layers)
+            without_rope = [int(layer in model.no_rope_layers) for layer in layers]
+    is_swiglu = model.gated_linear_unit and model.activation == "silu"
     return {
         **{name: getattr(model, name) for name in SAME_NAME_FIELDS},
         "activation_func": ACTIVATIONS[model.activation],
-        "bias_activation_fusion": device.type == "cuda"
-        and model.gated_linear_unit
-        and model.activation == "silu",
+        "bias_activation_fusion": device.type == "cuda" and is_swiglu,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
-        "no_rope_freq": [int(layer in model.no_rope_layers) for layer in range(model.num_layers)]
-        if model.no_rope_layers and model.position_embedding_type == "rope"
-        else None,
+        "no_rope_freq": without_rope,
         "softmax_scale": rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling),
     }
 
 
 def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     interleaved = parallel.vpp is not None
-    implies_last = parallel.pp == 2 and parallel.num_layers_in_first_pipeline_stage is not None
+    first = parallel.num_layers_in_first_pipeline_stage
+    last = parallel.num_layers_in_last_pipeline_stage
+    if parallel.pp == 2 and first is not None:
+        # The first stage implies the last: megatron-core 0.16.1, transformer/transformer_layer.py, would divide by the
+        # number of stages in between.
+        last = None
     return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
-        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        # With pp=2 the first stage implies the last: megatron-core 0.16.1, transformer/transformer_layer.py, would
-        # divide by the number of stages in between.
-        "num_layers_in_last_pipeline_stage": None
-        if implies_last
-        else parallel.num_layers_in_last_pipeline_stage,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
         "context_parallel_size": parallel.cp,
         "sequence_parallel": parallel.uses_sequence_parallel,
         "pipeline_dtype": dtype,
@@ -85,7 +89,8 @@ def _layout(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
-    dtype, on_gpu = settings.params_dtype, settings.device.type == "cuda"
+    dtype = settings.params_dtype
+    on_gpu = settings.device.type == "cuda"
     return {
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -138,7 +143,8 @@ def _skip_init(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
-    if (experts := model.experts) is None:
+    experts = model.experts
+    if experts is None:
         return {}
     layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
     return {
@@ -163,8 +169,6 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
 def _recompute(recompute: Recompute) -> dict[str, Any]:
     if recompute.granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    return {
-        f"recompute_{name}": value
-        for name, value in vars(recompute).items()
-        if recompute.granularity
-    }
+    if recompute.granularity is None:
+        return {}
+    return {f"recompute_{name}": value for name, value in vars(recompute).items()}
