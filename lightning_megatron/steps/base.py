@@ -31,7 +31,8 @@ IGNORED_LABELS = (-100, -1)
 
 def loss_term(losses: Tensor, weights: Tensor) -> LossTerm:
     """Weighted sum of losses and sum of weights, both of the same shape."""
-    return LossTerm((losses.float() * weights).sum(), weights.sum())
+    weighted = losses.float() * weights
+    return LossTerm(weighted.sum(), weights.sum())
 
 
 def target_weights(mask: Tensor, batch: Batch) -> Tensor:
@@ -39,8 +40,12 @@ def target_weights(mask: Tensor, batch: Batch) -> Tensor:
     mask = mask.float()
     if "sample_mask" in batch:
         row_weights = batch["sample_mask"].float()
-        mask = mask * (row_weights if mask.dim() == 1 else row_weights[:, None])
-    return mask * batch["loss_mask"].float() if "loss_mask" in batch and mask.dim() > 1 else mask
+        if mask.dim() > 1:
+            row_weights = row_weights[:, None]
+        mask = mask * row_weights
+    if "loss_mask" in batch and mask.dim() > 1:
+        mask = mask * batch["loss_mask"].float()
+    return mask
 
 
 class TrainStep(ABC):
@@ -184,10 +189,10 @@ class MaskedLossStep(TrainStep):
     def pad_rows(self, batch: Batch, num_rows: int) -> Batch:
         """Pad the batch to ``num_rows`` by repeating the last row, with target weights of 0."""
         rows = next(iter(batch.values())).shape[0]
-        padded = {
-            k: torch.cat([v, v[-1:].expand(num_rows - rows, *v.shape[1:])])
-            for k, v in batch.items()
-        }
+        padded = {}
+        for name, tensor in batch.items():
+            repeated = tensor[-1:].expand(num_rows - rows, *tensor.shape[1:])
+            padded[name] = torch.cat([tensor, repeated])
         for mask in self.masks.values():
             padded[mask][rows:] = 0
         return padded

@@ -31,10 +31,10 @@ def rename_keys(
     Raises:
         DataError: With the key, and the alternatives.
     """
-    names = {
-        **{name: name for name in known},
-        **{alias: n for alias, n in (aliases or {}).items() if n in known},
-    }
+    names = {name: name for name in known}
+    for alias, name in (aliases or {}).items():
+        if name in known:
+            names[alias] = name
     keys: dict[str, str] = {}
     for key in batch:
         if key not in names:
@@ -97,16 +97,15 @@ def check_range(
     Raises:
         DataError: With the first value out of range.
     """
-    is_valid = values >= 0 if limit is None else (values >= 0) & (values < limit)
+    is_valid = values >= 0
+    allowed = "at least 0"
+    if limit is not None:
+        is_valid &= values < limit
+        allowed = f"in 0..{limit - 1} ({rule}={limit})"
     if ignored:
-        is_valid |= torch.isin(
-            values,
-            torch.tensor(ignored, dtype=values.dtype),
-        )
-    allowed = "at least 0" if limit is None else f"in 0..{limit - 1} ({rule}={limit})"
-    check_values(
-        name, values, is_valid, f"{allowed}, or -100 for no target" if ignored else allowed
-    )
+        is_valid |= torch.isin(values, torch.tensor(ignored, dtype=values.dtype))
+        allowed += ", or -100 for no target"
+    check_values(name, values, is_valid, allowed)
 
 
 def check_shape(
@@ -172,7 +171,8 @@ def check_tokens(
         )
     check_integers(name, tokens, "token ids")
     check_range(name, tokens, model.vocab_size, "vocab_size", ignored)
-    length, limit = tokens.shape[1] - shortest + 1, model.max_position_embeddings
+    length = tokens.shape[1] - shortest + 1
+    limit = model.max_position_embeddings
     if model.has_position_table and length > limit:
         raise DataError(
             f"{name}: expected at most max_position_embeddings={limit} tokens, got {length}; truncate them"

@@ -19,8 +19,9 @@ from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Outpu
 from lightning_megatron.errors import ConfigError, DataError, require_choice
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig, ProblemType
-from lightning_megatron.steps import base, batch_checks, metrics
+from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
+from lightning_megatron.steps.metrics import WeightedMean
 
 MEGATRON_NAMES = {
     "text": "input_ids",
@@ -107,17 +108,15 @@ class BertTrainStep(MaskedLossStep):
             ConfigError: If the model is no BERT, or its ``num_labels`` or ``problem_type`` does not fit its task.
         """
         super().bind(model)
-        self._heads = {
-            name: h
-            for name, h in _HEADS[model.task].items()
-            if self.binary_head or name != "sop_loss"
-        }
+        self._heads = dict(_HEADS[model.task])
+        if not self.binary_head:
+            self._heads.pop("sop_loss", None)
         self.loss_terms = tuple(self._heads)  # type: ignore[misc]
         self.masks = {name: head.mask for name, head in self._heads.items()}
-        per_row, n = model.task == "sequence_classification", model.num_labels
-        self._problem: ProblemType | None = (
-            model.problem_type if per_row else "single_label_classification"
-        )
+        n = model.num_labels
+        self._problem: ProblemType | None = "single_label_classification"
+        if model.task == "sequence_classification":
+            self._problem = model.problem_type
         if self._problem is not None:
             require_choice("problem_type", self._problem, get_args(ProblemType))
         if "label_loss" in self._heads and self._problem == "single_label_classification" and n < 2:
@@ -136,11 +135,9 @@ class BertTrainStep(MaskedLossStep):
             return self._problem
         if self.model.num_labels == 1:
             return "regression"
-        return (
-            "multi_label_classification"
-            if labels.is_floating_point()
-            else "single_label_classification"
-        )
+        if labels.is_floating_point():
+            return "multi_label_classification"
+        return "single_label_classification"
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
@@ -156,16 +153,13 @@ class BertTrainStep(MaskedLossStep):
         renamed = self._renamed(batch)
         tokens = renamed["input_ids"]
         batch_checks.check_tokens("input_ids", tokens, self.model)
-        batch_checks.check_token_inputs(
-            renamed,
-            tokens.shape[0],
-            tokens.shape[1],
-            self.model,
-        )
+        rows, length = tokens.shape
+        batch_checks.check_token_inputs(renamed, rows, length, self.model)
         self._check_first_tokens(renamed)
         for head in self._heads.values():
             self._check_labels(head, renamed)
-        if "attention_mask" in renamed and bool((renamed["attention_mask"] == 1).all()):
+        mask = renamed.get("attention_mask")
+        if mask is not None and bool((mask == 1).all()):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]
 
     def _check_first_tokens(self, batch: Batch) -> None:
@@ -174,59 +168,53 @@ class BertTrainStep(MaskedLossStep):
         )
         if not reads_first_token or "attention_mask" not in batch:
             return
-        counted = batch["sample_mask"] != 0 if "sample_mask" in batch else True
-        padded = (batch["attention_mask"][:, 0] == 0) & counted
+        padded = batch["attention_mask"][:, 0] == 0
+        if "sample_mask" in batch:
+            padded &= batch["sample_mask"] != 0
         if padded.any():
             raise DataError(
                 f"attention_mask[{int(padded.nonzero()[0])}, 0] is 0, and the head reads that token; pad on the right"
             )
 
     def _check_labels(self, head: _Head, batch: Batch) -> None:
-        name, labels, model = head.labels, batch[head.labels], self.model
-        (rows, length), n = batch["input_ids"].shape, model.num_labels
-        if (problem := self._infer_problem(labels)) != "single_label_classification":
-            rule = f"num_labels={n}, problem_type={problem!r}"
-            if not labels.is_floating_point():
-                raise DataError(
-                    f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
-                )
-            batch_checks.check_values(name, labels, labels.isfinite(), "finite")
-            batch_checks.check_shape(
-                name,
-                labels,
-                rule,
-                (rows, n),
-                *([(rows,)] if n == 1 else []),
-            )
-            if problem == "multi_label_classification":
-                batch_checks.check_values(
-                    name,
-                    labels,
-                    (labels >= 0) & (labels <= 1),
-                    f"in 0..1 ({rule})",
-                )
+        name = head.labels
+        labels = batch[name]
+        rows, length = batch["input_ids"].shape
+        if self._infer_problem(labels) != "single_label_classification":
+            self._check_float_labels(name, labels, rows)
             return
-        shapes = [(rows, length)] if head.per_token else [(rows,), (rows, 1)]
-        batch_checks.check_integers(
-            name, labels, f"one per {'token' if head.per_token else 'row'}", *shapes
-        )
-        if name == "labels" and model.has_output_layer:
-            counted = (
-                labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
-                if "loss_mask" in batch
-                else labels
-            )
-            batch_checks.check_range(
-                name,
-                counted,
-                model.vocab_size,
-                "vocab_size",
-                base.IGNORED_LABELS,
-            )
+        if head.per_token:
+            batch_checks.check_integers(name, labels, "one per token", (rows, length))
+        else:
+            batch_checks.check_integers(name, labels, "one per row", (rows,), (rows, 1))
+        if name == "labels" and self.model.has_output_layer:
+            if "loss_mask" in batch:
+                labels = labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
+            limit, rule = self.model.vocab_size, "vocab_size"
         elif name == "labels":
-            batch_checks.check_range(name, labels, n, "num_labels", base.IGNORED_LABELS)
+            limit, rule = self.model.num_labels, "num_labels"
         elif name == "next_sentence_label":
-            batch_checks.check_range(name, labels, 2, "sentence orders", base.IGNORED_LABELS)
+            limit, rule = 2, "sentence orders"
+        else:
+            return
+        batch_checks.check_range(name, labels, limit, rule, base.IGNORED_LABELS)
+
+    def _check_float_labels(self, name: str, labels: Tensor, rows: int) -> None:
+        n = self.model.num_labels
+        problem = self._infer_problem(labels)
+        rule = f"num_labels={n}, problem_type={problem!r}"
+        if not labels.is_floating_point():
+            raise DataError(
+                f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
+            )
+        batch_checks.check_values(name, labels, labels.isfinite(), "finite")
+        shapes: list[tuple[int, ...]] = [(rows, n)]
+        if n == 1:
+            shapes.append((rows,))
+        batch_checks.check_shape(name, labels, rule, *shapes)
+        if problem == "multi_label_classification":
+            is_valid = (labels >= 0) & (labels <= 1)
+            batch_checks.check_values(name, labels, is_valid, f"in 0..1 ({rule})")
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return ``tokens`` [b, s] int64, mask, token types and positions if any, and targets with their weights.
@@ -235,32 +223,36 @@ class BertTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         renamed = self._renamed(batch)
-        prepared = {
-            "tokens": renamed["input_ids"].long(),
-            **{n: renamed[n].long() for n in _INPUTS if n in renamed},
-        }
+        prepared = {"tokens": renamed["input_ids"].long()}
+        for name in _INPUTS:
+            if name in renamed:
+                prepared[name] = renamed[name].long()
+        length = renamed["input_ids"].shape[1]
         for head in self._heads.values():
-            labels, length = renamed[head.labels], renamed["input_ids"].shape[1]
+            labels = renamed[head.labels]
             self._problem = self._infer_problem(labels)
             if self._problem == "single_label_classification":
-                labels = labels.long() if head.per_token else labels.long().reshape(-1)
+                labels = labels.long()
+                if not head.per_token:
+                    labels = labels.reshape(-1)
                 if self.model.task == "question_answering":
                     # As in Hugging Face, negative positions count as 0, and positions after the row are ignored.
                     labels = labels.clamp(min=0).masked_fill(labels >= length, base.IGNORE_INDEX)
-                targets, counted = labels.clamp(min=0), labels >= 0
+                targets = labels.clamp(min=0)
+                counted = labels >= 0
             else:
                 targets = labels.float().reshape(-1, self.model.num_labels)
                 counted = torch.ones_like(targets)
-            prepared |= {
-                head.targets: targets,
-                head.mask: base.target_weights(counted, renamed),
-            }
+            prepared[head.targets] = targets
+            prepared[head.mask] = base.target_weights(counted, renamed)
         return prepared
 
     def _renamed(self, batch: Batch) -> Batch:
         """Return the batch by Hugging Face's names."""
         task = self.model.task
-        required = dict.fromkeys(("input_ids", *(head.labels for head in self._heads.values())), "")
+        required = {"input_ids": ""}
+        for head in self._heads.values():
+            required[head.labels] = ""
         if "next_sentence_label" in required:
             required["next_sentence_label"] = ", or use BertTrainStep(binary_head=False)"
         known = {
@@ -303,19 +295,16 @@ class BertTrainStep(MaskedLossStep):
             output: The output of ``BertChunk.forward``.
         """
         terms = {}
-        for (name, head), head_output in zip(
-            self._heads.items(), self._head_outputs(output), strict=False
-        ):
-            losses = (
-                head_output
-                if name == "lm_loss"
-                else self._losses(head_output.float(), batch[head.targets])
-            )
+        outputs = self._head_outputs(output)
+        for (name, head), losses in zip(self._heads.items(), outputs, strict=False):
+            if name != "lm_loss":
+                losses = self._losses(losses.float(), batch[head.targets])
             terms[name] = base.loss_term(losses, batch[head.mask])
         if self.model.task == "pretraining" and "sop_loss" not in terms:
             # Gives the unused pooler and binary head zero gradients: gradient reduction waits for every parameter.
             unused = 0.0 * output[1].float().sum()
-            terms["lm_loss"] = terms["lm_loss"]._replace(sum=terms["lm_loss"].sum + unused)
+            term = terms["lm_loss"]
+            terms["lm_loss"] = term._replace(sum=term.sum + unused)
         return terms
 
     def _head_outputs(self, output: Output) -> tuple[Tensor, ...]:
@@ -329,26 +318,24 @@ class BertTrainStep(MaskedLossStep):
             return (logits - targets).square()
         if self._problem == "multi_label_classification":
             return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-        losses = F.cross_entropy(
-            logits.movedim(-1, 1),
-            targets,
-            reduction="none",
-        )
-        return 0.5 * losses if self.model.task == "question_answering" else losses
+        losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+        if self.model.task == "question_answering":
+            losses = 0.5 * losses
+        return losses
 
     def metrics(self) -> dict[str, Metric]:
         """Return ``perplexity`` and ``sop_accuracy``, or for labels ``accuracy`` and ``f1`` (regression: ``mse``).
 
         Question answering: ``exact_match``, the fraction of rows whose predicted start and end are both correct.
         """
-        n, heads = self.model.num_labels, self._heads
-        if "lm_loss" in heads:
-            return {
-                **super().metrics(),
-                **({"sop_accuracy": metrics.WeightedMean()} if "sop_loss" in heads else {}),
-            }
-        if "start_loss" in heads:
-            return {"exact_match": metrics.WeightedMean()}
+        n = self.model.num_labels
+        if "lm_loss" in self._heads:
+            metrics = super().metrics()
+            if "sop_loss" in self._heads:
+                metrics["sop_accuracy"] = WeightedMean()
+            return metrics
+        if "start_loss" in self._heads:
+            return {"exact_match": WeightedMean()}
         if self._problem == "regression" or (self._problem is None and n == 1):
             return {"mse": MeanSquaredError()}
         if self._problem != "multi_label_classification":
@@ -356,8 +343,8 @@ class BertTrainStep(MaskedLossStep):
                 "task": "multiclass",
                 "num_classes": n,
                 "ignore_index": base.IGNORE_INDEX,
+                "validate_args": False,
             }
-            options["validate_args"] = False
             return {
                 "accuracy": Accuracy(**options, average="micro"),
                 "f1": F1Score(**options, average="macro"),
@@ -379,15 +366,13 @@ class BertTrainStep(MaskedLossStep):
         if "lm_loss" in self._heads:
             super().update_metrics(metrics, batch, output[0])
             if "sop_loss" in self._heads:
-                metrics["sop_accuracy"].update(
-                    output[1].argmax(-1) == batch["order"], batch["order_mask"] > 0
-                )
+                is_correct = output[1].argmax(-1) == batch["order"]
+                metrics["sop_accuracy"].update(is_correct, batch["order_mask"] > 0)
         elif "start_loss" in self._heads:
-            positions = output.argmax(1)
-            is_correct = (positions[:, 0] == batch["start"]) & (positions[:, 1] == batch["end"])
-            metrics["exact_match"].update(
-                is_correct, (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
-            )
+            starts, ends = output.argmax(1).unbind(1)
+            is_correct = (starts == batch["start"]) & (ends == batch["end"])
+            is_counted = (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
+            metrics["exact_match"].update(is_correct, is_counted)
         else:
             self._update_label_metrics(metrics, batch, output)
 
@@ -397,18 +382,19 @@ class BertTrainStep(MaskedLossStep):
         batch: Batch,
         output: Tensor,
     ) -> None:
-        targets, counted = batch["targets"], batch["loss_mask"] > 0
+        targets = batch["targets"]
+        counted = batch["loss_mask"] > 0
         if self._problem == "single_label_classification":
-            preds, targets = (
-                output.flatten(0, -2).float(),
-                targets.masked_fill(~counted, base.IGNORE_INDEX).flatten(),
-            )
+            preds = output.flatten(0, -2).float()
+            targets = targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
         elif not counted.any():
             return
         elif self._problem == "regression":
-            preds, targets = output[counted].float(), targets[counted]
+            preds = output[counted].float()
+            targets = targets[counted]
         else:  # not logits: torchmetrics takes logits that are all in 0..1 for probabilities
             rows = counted[:, 0]
-            preds, targets = (output[rows] > 0).long(), (targets[rows] > 0.5).long()
+            preds = (output[rows] > 0).long()
+            targets = (targets[rows] > 0.5).long()
         for metric in metrics.values():
             metric.update(preds, targets)

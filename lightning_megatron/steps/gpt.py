@@ -15,8 +15,9 @@ from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.steps import base, batch_checks, metrics
+from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
+from lightning_megatron.steps.metrics import WeightedMean, vocab_parallel_argmax
 
 _KNOWN_KEYS = {
     "text",
@@ -107,18 +108,15 @@ class GPTTrainStep(MaskedLossStep):
         if type(self).prepare_batch is not GPTTrainStep.prepare_batch:
             return
         self._check_keys(batch)
-        name = "text" if "text" in batch else "input_ids"
-        if name == "text":
-            batch_checks.check_integers("text", batch["text"], "token ids")
-            batch_checks.check_tokens(
-                "text",
-                batch["text"].clamp(min=0),
-                self.model,
-                shortest=2,
-            )
+        if "text" in batch:
+            text = batch["text"]
+            batch_checks.check_integers("text", text, "token ids")
+            batch_checks.check_tokens("text", text.clamp(min=0), self.model, shortest=2)
+            rows, length = text.shape
+            length -= 1
         else:
             batch_checks.check_tokens("input_ids", batch["input_ids"], self.model)
-        rows, length = batch[name].shape[0], batch[name].shape[1] - (name == "text")
+            rows, length = batch["input_ids"].shape
         batch_checks.check_token_inputs(batch, rows, length, self.model)
         if "labels" in batch:
             batch_checks.check_integers(
@@ -157,9 +155,10 @@ class GPTTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
-        inputs: Batch = {
-            name: batch[name].long() for name in ("attention_mask", "position_ids") if name in batch
-        }
+        inputs: Batch = {}
+        for name in ("attention_mask", "position_ids"):
+            if name in batch:
+                inputs[name] = batch[name].long()
         tokens, targets = _tokens_and_targets(batch, inputs.get("attention_mask"))
         # All negative labels are ignored, as labels may not have been checked.
         loss_mask = base.target_weights(targets >= 0, batch)
@@ -200,10 +199,10 @@ def _tokens_and_targets(
     """Input tokens and the target of each, [b, s] int64; ``IGNORE_INDEX`` for no target."""
     if "text" in batch:
         text = batch["text"].long()
+        tokens = text[:, :-1].clamp(min=0)
         targets = text[:, 1:]
-        return text[:, :-1].clamp(min=0).contiguous(), targets.masked_fill(
-            targets < 0, base.IGNORE_INDEX
-        ).contiguous()
+        targets = targets.masked_fill(targets < 0, base.IGNORE_INDEX)
+        return tokens.contiguous(), targets.contiguous()
     tokens = batch["input_ids"].long()
     if "labels" not in batch:
         return tokens, next_tokens(tokens, attention_mask)
@@ -289,9 +288,8 @@ def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> to
     if attention_mask is None:
         return shift_labels(tokens)
     is_padding = attention_mask == 0
-    return shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX)).masked_fill(
-        is_padding, base.IGNORE_INDEX
-    )
+    targets = shift_labels(tokens.masked_fill(is_padding, base.IGNORE_INDEX))
+    return targets.masked_fill(is_padding, base.IGNORE_INDEX)
 
 
 # ---- last word (LAMBADA) --------------------------------------------------------------------------------------------
@@ -332,7 +330,7 @@ class LastWordTrainStep(GPTTrainStep):
         )
         chunk: Any = unwrap(model)
         if chunk.post_process:
-            predicted = metrics.vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
+            predicted = vocab_parallel_argmax(output.detach(), chunk.pg_collection.tp)
             # The loss may overwrite the logits.
             losses = chunk.compute_language_model_loss(
                 batch["targets"], output.transpose(0, 1).contiguous()
@@ -347,7 +345,7 @@ class LastWordTrainStep(GPTTrainStep):
     @override
     def metrics(self) -> dict[str, Metric]:
         """Return ``last_word_accuracy`` of the rows and ``perplexity`` of their targets."""
-        return {**super().metrics(), "last_word_accuracy": metrics.WeightedMean()}
+        return {**super().metrics(), "last_word_accuracy": WeightedMean()}
 
     @override
     def update_metrics(

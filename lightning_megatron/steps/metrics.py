@@ -64,6 +64,7 @@ def vocab_parallel_argmax(logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor
         return token
     shard_largest = largest.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-    token = token.masked_fill(shard_largest < largest, torch.iinfo(token.dtype).max)
+    is_smaller = shard_largest < largest
+    token = token.masked_fill(is_smaller, torch.iinfo(token.dtype).max)
     dist.all_reduce(token, op=dist.ReduceOp.MIN, group=tp_group)
     return token

@@ -65,7 +65,8 @@ class T5TrainStep(MaskedLossStep):
                 batch_checks.check_tokens(name, renamed[name], self.model)
         labels = renamed["labels"]
         batch_checks.check_tokens("labels", labels, self.model, ignored=base.IGNORED_LABELS)
-        encoder, decoder = tuple(renamed["input_ids"].shape), tuple(labels.shape)
+        encoder = tuple(renamed["input_ids"].shape)
+        decoder = tuple(labels.shape)
         allowed: dict[str, tuple[tuple[int, ...], ...]] = {
             "decoder_input_ids": (decoder,),
             "loss_mask": (decoder,),
@@ -99,11 +100,10 @@ class T5TrainStep(MaskedLossStep):
         labels = renamed["labels"].long()
         # All negative labels are ignored, including Megatron's -1.
         labels = labels.masked_fill(labels < 0, base.IGNORE_INDEX)
-        decoder_ids = (
-            renamed["decoder_input_ids"].long()
-            if "decoder_input_ids" in renamed
-            else shift_right(labels, self.model)
-        )
+        if "decoder_input_ids" in renamed:
+            decoder_ids = renamed["decoder_input_ids"].long()
+        else:
+            decoder_ids = shift_right(labels, self.model)
         prepared = {
             "encoder_ids": renamed["input_ids"].long(),
             "decoder_ids": decoder_ids,
@@ -173,4 +173,6 @@ def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 def visible_keys(mask: torch.Tensor) -> torch.Tensor:
     """Reduce a mask [b, keys] or [b, queries, keys] to the keys visible to any query: [b, keys] int64, 1 or 0."""
     visible = mask > 0.5 if mask.is_floating_point() else mask != 0
-    return (visible.any(dim=1) if visible.dim() == 3 else visible).long()
+    if visible.dim() == 3:
+        visible = visible.any(dim=1)
+    return visible.long()
