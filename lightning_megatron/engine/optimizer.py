@@ -419,7 +419,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 optimizer.uncount_step()
         self._finish(norm, check_finite)
 
-    def _finish(self, norm: float, check_finite: Callable[[float], None]) -> None:
+    def _finish(
+        self,
+        norm: float,
+        check_finite: Callable[[float], None],
+    ) -> None:
         check_finite(norm)
         if math.isfinite(norm):
             self.skips_in_a_row = 0

@@ -211,7 +211,11 @@ def _shards(
             start += count
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def boxes(
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> list[Box]:
     """Split elements ``start`` to ``stop`` of a tensor, in row-major order, into few boxes in the same order."""
     if start >= stop:
         return []
@@ -222,7 +226,11 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first = -(-start // row)
     last = stop // row
 
-    def within(index: int, begin: int, end: int) -> list[Box]:
+    def within(
+        index: int,
+        begin: int,
+        end: int,
+    ) -> list[Box]:
         found = boxes(inner, begin, end)
         return [((index, *offset), (1, *size)) for offset, size in found]
 

@@ -155,7 +155,11 @@ class T5Chunk(Chunk):
             decoder = decoder * self._output_scale
         return self.predictions(decoder, labels, runtime_gather_output)
 
-    def _inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(
+        self,
+        encoder_ids: Tensor,
+        decoder_ids: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         if self.pre_process:
             # Two look-ups: sequence parallelism scatters encoder and decoder separately.
             encoder = None

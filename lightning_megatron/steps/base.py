@@ -133,7 +133,11 @@ class TrainStep(ABC):
         """
 
     @abstractmethod
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+    def loss_func(
+        self,
+        batch: Batch,
+        output: Output,
+    ) -> dict[str, LossTerm]:
         """Compute the loss terms of a microbatch, on the last stage.
 
         Args:
@@ -205,7 +209,11 @@ class MaskedLossStep(TrainStep):
         """Return the sum of target weights of each term, known from the masks alone."""
         return {term: batch[mask].sum() for term, mask in self.masks.items()}
 
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+    def loss_func(
+        self,
+        batch: Batch,
+        output: Output,
+    ) -> dict[str, LossTerm]:
         """Return the weighted sum of the per-token losses.
 
         Args:

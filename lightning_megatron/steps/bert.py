@@ -287,7 +287,11 @@ class BertTrainStep(MaskedLossStep):
         )
         return output, partial(self.loss_func, batch)
 
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+    def loss_func(
+        self,
+        batch: Batch,
+        output: Output,
+    ) -> dict[str, LossTerm]:
         """Return the loss terms of the task.
 
         Args:

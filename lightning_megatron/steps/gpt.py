@@ -339,7 +339,11 @@ class LastWordTrainStep(GPTTrainStep):
         return output, partial(self.loss_func, batch)
 
     @override
-    def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
+    def loss_func(
+        self,
+        batch: Batch,
+        output: Output,
+    ) -> dict[str, LossTerm]:
         return super().loss_func(batch, output.losses)
 
     @override

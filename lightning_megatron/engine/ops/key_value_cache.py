@@ -49,7 +49,11 @@ class KeyValueCache:
         self._slots = slots
         self._buffers: list[Tensor] = []
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Append the next tokens and return views of all keys and values: [b, ng, length, hn] each.
 
         In a ``TokenStep`` they are written to its slot, and all slots that the step attends to are returned.

@@ -21,7 +21,11 @@ from torch import Tensor
 from lightning_megatron.engine.ops.compiled import compiled_for
 
 
-def row_statistics(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """A vocabulary shard's statistics per token: largest logit, sum of exp(logit - largest), and the label's logit.
 
     Args:

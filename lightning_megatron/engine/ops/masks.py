@@ -94,7 +94,11 @@ def hidden_keys(
     return hidden if mask is None else mask | hidden
 
 
-def _hidden_by_pattern(segments: Tensor | None, pattern: Pattern, device: torch.device) -> Tensor:
+def _hidden_by_pattern(
+    segments: Tensor | None,
+    pattern: Pattern,
+    device: torch.device,
+) -> Tensor:
     num_rows = 1
     ids = None
     if segments is not None:
@@ -132,7 +136,12 @@ class TensorCache:
         """Start empty."""
         self._entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def get(self, tensor: Tensor, name: Hashable, make: Callable[[Tensor], _T]) -> _T:
+    def get(
+        self,
+        tensor: Tensor,
+        name: Hashable,
+        make: Callable[[Tensor], _T],
+    ) -> _T:
         """Return the value that ``make`` derives from ``tensor``, computed once per ``name``.
 
         Args:

@@ -198,7 +198,11 @@ class BiasDropoutAdd:
         self.norm: Norm | None = None
         """Norm that reads the sum before anything else does; None if unknown."""
 
-    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+    def __call__(
+        self,
+        training: bool,
+        fused: bool,
+    ) -> Callable[..., Tensor]:
         """Function that Megatron's layer calls with (x, bias), the residual and its config's dropout probability."""
         plain = get_bias_dropout_add(training, fused)
 

@@ -57,7 +57,11 @@ class Collectives:
         self.rank = group.rank()
         self.size = group.size()
 
-    def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    def all_gather_matmul(
+        self,
+        x: Tensor,
+        product: Product,
+    ) -> tuple[Tensor, Tensor]:
         """All-gather rows and multiply them; collective over the group.
 
         Args:
@@ -182,7 +186,11 @@ class PeerCopies(Collectives):
         self._window: Window | None = None
 
     @override
-    def all_gather_matmul(self, x: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+    def all_gather_matmul(
+        self,
+        x: Tensor,
+        product: Product,
+    ) -> tuple[Tensor, Tensor]:
         main = torch.cuda.current_stream()
         window, stream = self._prepare(x)
         gathered = x.new_empty(self.size * len(x), x.shape[1])

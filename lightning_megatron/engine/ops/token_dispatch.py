@@ -170,7 +170,11 @@ class Dispatcher(MoETokenDispatcher):
         self._num_assignments = routing_map.numel()
         return tokens.reshape(-1, tokens.shape[-1]), probs
 
-    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Send rows and probabilities to the ranks of their experts; collective over the ep group."""
         return tokens, probs
 
@@ -181,7 +185,11 @@ class Dispatcher(MoETokenDispatcher):
         """
         return probs, self._experts
 
-    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sort rows by expert; returns the arguments of ``GroupedExperts``."""
         probs, experts = self._select_local(probs)
         self._to_experts = order = sort_rows(experts, self._num_local, self._num_assignments)
@@ -285,7 +293,11 @@ class AllToAllDispatcher(Dispatcher):
         is_local = (experts >= 0) & (experts < self._num_local)
         return probs, experts.where(is_local, self._num_local)
 
-    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """See ``Dispatcher``."""
         sent, received = self._splits
         tokens = all_to_all(self.ep_group, tokens, received, sent)
@@ -323,7 +335,11 @@ class AllGatherDispatcher(AllToAllDispatcher):
         padding = (0, 0, 0, max_rows - len(rows))
         return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
 
-    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """All-gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
         tokens = gather_from_sequence_parallel_region(tokens, group=self.ep_group)
         probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)

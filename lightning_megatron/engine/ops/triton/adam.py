@@ -27,9 +27,22 @@ _TRITON_DTYPES = {
 
 @triton.jit
 def _adam(
-    table, grad_scale, found_inf, lr, beta1, beta2, eps, decay, correction1, correction2, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, DECOUPLED: tl.constexpr, LOW: tl.constexpr,
-):  # fmt: skip
+    table,
+    grad_scale,
+    found_inf,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    correction1,
+    correction2,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    LOW: tl.constexpr,
+):
     row = table + tl.program_id(0).to(tl.int64) * 6
     scale = 1.0
     if grad_scale is not None:
@@ -84,7 +97,8 @@ def adam_table(
     """
     counts = -(-torch.tensor(sizes) // _CHUNK)
     tensor = torch.repeat_interleave(counts)
-    offset = _CHUNK * (torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor])
+    first_chunks = (counts.cumsum(0) - counts)[tensor]
+    offset = _CHUNK * (torch.arange(len(tensor)) - first_chunks)
     item_sizes = torch.tensor([4, 4, 4, 4, 2])[:, None]
     begins = torch.tensor(key)[:, tensor]
     addresses = torch.where(begins == 0, 0, begins + offset * item_sizes)

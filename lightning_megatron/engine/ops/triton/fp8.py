@@ -21,9 +21,21 @@ warps: 315; at the speed of a copy: 220)."""
 
 @triton.jit
 def _fp8_cast(
-    x, amax, scale, rows, columns, m, n, stride, MAX: tl.constexpr, SMALLEST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    amax,
+    scale,
+    rows,
+    columns,
+    m,
+    n,
+    stride,
+    MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     # In reverse: the reduction of amax has read the end last, which is still in the cache.
     block_m = tl.num_programs(1) - 1 - tl.program_id(1)
     block_n = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -68,8 +80,22 @@ def fp8_cast(
     assert output is not None
     scale = torch.empty(1, device=x.device)
     stride = m if columns is None else columns.shape[1]
-    _fp8_cast[(triton.cdiv(n, tile_n), triton.cdiv(stride, tile_m))](
-        x, amax, scale, rows, columns, m, n, stride, torch.finfo(output.dtype).max,
-        smallest, tile_m, tile_n, rows is not None, columns is not None, num_warps=_WARPS,
-    )  # fmt: skip
+    grid = (triton.cdiv(n, tile_n), triton.cdiv(stride, tile_m))
+    _fp8_cast[grid](
+        x,
+        amax,
+        scale,
+        rows,
+        columns,
+        m,
+        n,
+        stride,
+        torch.finfo(output.dtype).max,
+        smallest,
+        tile_m,
+        tile_n,
+        rows is not None,
+        columns is not None,
+        num_warps=_WARPS,
+    )
     return scale

@@ -29,15 +29,30 @@ def _dropout_mask(seed, row, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
         offset.to(tl.uint32),
         7,
     )
-    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.int32, bitcast=True)
-    return bits >= DROPPED
+    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return bits.to(tl.int32, bitcast=True) >= DROPPED
 
 
 @triton.jit
 def _add_norm(
-    x, bias, residual, weight, shift, seed, total, out, mean, scale, columns, eps, keep_scale,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    residual,
+    weight,
+    shift,
+    seed,
+    total,
+    out,
+    mean,
+    scale,
+    columns,
+    eps,
+    keep_scale,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DROPPED: tl.constexpr,
+    RMS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < columns
@@ -67,10 +82,25 @@ def _add_norm(
 
 @triton.jit
 def _add_norm_backward(
-    total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, keep_scale,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, RMS: tl.constexpr,
+    total,
+    weight,
+    mean,
+    scale,
+    seed,
+    d_total,
+    d_out,
+    d_residual,
+    d_x,
+    partial,
+    rows,
+    columns,
+    keep_scale,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DROPPED: tl.constexpr,
+    RMS: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     column = tl.arange(0, WIDTH)
     inside = column < columns
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -144,9 +174,22 @@ class _AddNorm(torch.autograd.Function):
         }
         ctx.num_warps = min(max(width // 512, 1), 16)
         _add_norm[(rows,)](
-            x, x if bias is None else bias, residual, weight, weight if shift is None else shift, seed, total, out,
-            mean, scale, columns, eps, ctx.keep_scale, **ctx.flags, num_warps=ctx.num_warps,
-        )  # fmt: skip
+            x,
+            x if bias is None else bias,
+            residual,
+            weight,
+            weight if shift is None else shift,
+            seed,
+            total,
+            out,
+            mean,
+            scale,
+            columns,
+            eps,
+            ctx.keep_scale,
+            **ctx.flags,
+            num_warps=ctx.num_warps,
+        )
         ctx.save_for_backward(total, weight, mean, scale, seed)
         return total, out
 
@@ -168,9 +211,23 @@ class _AddNorm(torch.autograd.Function):
         num_sums = 3 if ctx.flags["HAS_BIAS"] else 2
         partial = torch.empty(num_sums, programs, columns, device=total.device)
         _add_norm_backward[(programs,)](
-            total, weight, mean, scale, seed, d_total, d_out, d_residual, d_x, partial, rows, columns, ctx.keep_scale,
-            **ctx.flags, STAGES=stages, num_warps=ctx.num_warps,
-        )  # fmt: skip
+            total,
+            weight,
+            mean,
+            scale,
+            seed,
+            d_total,
+            d_out,
+            d_residual,
+            d_x,
+            partial,
+            rows,
+            columns,
+            ctx.keep_scale,
+            **ctx.flags,
+            STAGES=stages,
+            num_warps=ctx.num_warps,
+        )
         sums = partial.sum(1).to(weight.dtype)
         d_weight = sums[0]
         d_shift = None if ctx.flags["RMS"] else sums[1]

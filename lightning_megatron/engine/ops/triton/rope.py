@@ -31,10 +31,35 @@ _HEADS_PER_PROGRAM = 16
 
 @triton.jit
 def _rotate(
-    mixed, query, key, value, table, batch, mixed_s, mixed_b, mixed_h, query_s, query_b, query_h, key_s, key_b, key_h,
-    value_s, value_b, value_h, table_s, table_b, sine_offset, HEADS: tl.constexpr, QUERIES: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    query,
+    key,
+    value,
+    table,
+    batch,
+    mixed_s,
+    mixed_b,
+    mixed_h,
+    query_s,
+    query_b,
+    query_h,
+    key_s,
+    key_b,
+    key_h,
+    value_s,
+    value_b,
+    value_h,
+    table_s,
+    table_b,
+    sine_offset,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     """Rotate ``BLOCK_HEADS`` heads of a token; a group's ``GROUP`` heads are ``QUERIES`` queries, a key, a value."""
     s = (tl.program_id(0) // batch).to(tl.int64)
     b = (tl.program_id(0) % batch).to(tl.int64)
@@ -47,7 +72,8 @@ def _rotate(
     is_key = exists & (member == QUERIES)
     is_value = exists & (member == QUERIES + 1)
     rows = mixed + s * mixed_s + b * mixed_b + head * mixed_h + pair
-    queries = query + s * query_s + b * query_b + (group * QUERIES + member) * query_h + pair
+    number = group * QUERIES + member
+    queries = query + s * query_s + b * query_b + number * query_h + pair
     keys = key + s * key_s + b * key_b + group * key_h + pair
     values = value + s * value_s + b * value_b + group * value_h + pair
     cosines = table + s * table_s + b * table_b + pair
@@ -93,12 +119,30 @@ def _launch_rotate(
     """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries."""
     s, b, heads, _ = mixed.shape
     half = table.shape[-1]
-    _rotate[(s * b, triton.cdiv(heads, _HEADS_PER_PROGRAM))](
-        mixed, *parts, table, b, *mixed.stride()[:3], *(n for part in parts for n in part.stride()[:3]),
-        table.stride(1), table.stride(2) if table.shape[2] > 1 else 0, table.stride(0), HEADS=heads, QUERIES=queries,
-        GROUP=queries + 2 if queries < heads else heads, HALF=half, PAIRS=triton.next_power_of_2(half),
-        BLOCK_HEADS=_HEADS_PER_PROGRAM, BACKWARD=backward,
-    )  # fmt: skip
+    query, key, value = parts
+    grid = (s * b, triton.cdiv(heads, _HEADS_PER_PROGRAM))
+    _rotate[grid](
+        mixed,
+        query,
+        key,
+        value,
+        table,
+        b,
+        *mixed.stride()[:3],
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        table.stride(1),
+        table.stride(2) if table.shape[2] > 1 else 0,
+        table.stride(0),
+        HEADS=heads,
+        QUERIES=queries,
+        GROUP=queries + 2 if queries < heads else heads,
+        HALF=half,
+        PAIRS=triton.next_power_of_2(half),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        BACKWARD=backward,
+    )
 
 
 def _cos_sin(angles: Tensor) -> Tensor:
@@ -129,7 +173,10 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        parts = [part if part.stride(-1) == 1 else part.contiguous() for part in gradients]
+        parts = [
+            gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+            for gradient in gradients
+        ]
         mixed = parts[0].new_empty(ctx.shape)
         _launch_rotate(mixed, parts, ctx.table, ctx.queries, backward=True)
         return mixed, None, None
@@ -137,7 +184,8 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(t: Tensor, angles: Tensor) -> Tensor:
     """Rotate heads [s, b, n, hn] by ``angles``: [s, 1 or b, 1, hn], fp32 radians, whose halves are equal."""
-    rotated: Tensor = _Rotate.apply(t, angles, t.shape[2])[0]
+    rotated: Tensor
+    rotated, _, _ = _Rotate.apply(t, angles, t.shape[2])
     return rotated
 
 
