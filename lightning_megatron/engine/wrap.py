@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -13,10 +13,7 @@ from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.ops import context, split_linear
 from lightning_megatron.engine.ops.fp8 import use_fp8
 from lightning_megatron.engine.overrides import build_config
-from lightning_megatron.engine.settings import Recipe
-
-if TYPE_CHECKING:
-    from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.engine.settings import EngineSettings, Recipe
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:

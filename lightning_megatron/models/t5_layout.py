@@ -108,6 +108,7 @@ def parse_layout(layout: object) -> tuple[int, ...]:
     """
     try:
         if isinstance(layout, str):
+            # Imported here: commands that plan need no Megatron-Core, which takes seconds to import.
             from megatron.core.transformer.pipeline_parallel_layer_layout import (
                 PipelineParallelLayerLayout,
             )

@@ -88,7 +88,8 @@ class Norm(torch.nn.Module):
             residual: As ``x``.
             probability: Probability of dropping an element.
         """
-        from lightning_megatron.engine.ops.triton.norms import add_norm  # Triton is on GPUs only
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.norms import add_norm
 
         # DDP's hooks, which wait for the all-gather of parameters.
         for hook in self._forward_pre_hooks.values():

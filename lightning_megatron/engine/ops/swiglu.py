@@ -24,6 +24,7 @@ def has_liger() -> bool:
 
 def liger_swiglu(original: Any) -> type:
     """Replacement of the engine's autograd function, of which only ``apply`` is used."""
+    # Imported here: the package is optional.
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
     class LigerSwiGLU:

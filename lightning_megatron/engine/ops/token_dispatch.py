@@ -72,7 +72,8 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
 def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
     """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], in fp32: [n, h]; position m stands for no row."""
     if x.is_cuda:
-        from lightning_megatron.engine.ops.triton.experts import row_sums  # Triton is on GPUs only
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.experts import row_sums
 
         return row_sums(x, positions)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
