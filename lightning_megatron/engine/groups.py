@@ -68,7 +68,8 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
     ):
         before, _ = _current
         axes = ("tp", "pp", "vpp", "cp", "ep")
-        if all(getattr(before.parallel, axis) == getattr(parallel, axis) for axis in axes):
+        is_same = (getattr(before.parallel, axis) == getattr(parallel, axis) for axis in axes)
+        if all(is_same):
             topology = replace(before, parallel=parallel)
             _current = (topology, world)
             return topology

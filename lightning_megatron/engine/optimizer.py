@@ -486,9 +486,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         algorithm = config.optimizer
         if algorithm == "sgd" and config.sgd_momentum <= 0:
             algorithm += " without momentum"
-        multipliers = {
-            (float(group["lr_mult"]), float(group["wd_mult"])) for group in self.param_groups
-        }
+        multipliers = set()
+        for group in self.param_groups:
+            multipliers.add((float(group["lr_mult"]), float(group["wd_mult"])))
         return {
             "implementation": "DistributedOptimizer",  # formerly the only one that could read the format
             "algorithm": algorithm,

@@ -268,7 +268,8 @@ class Schedule:
         reports = None if forward_only else self._replay(microbatches)
         if reports is not None:
             return self._reduce(reports, shape, device)
-        output = self._reduce(self._pipeline(microbatches, shape, forward_only), shape, device)
+        reports = self._pipeline(microbatches, shape, forward_only)
+        output = self._reduce(reports, shape, device)
         if balance is None:
             return output
         load = balance.end(device)
@@ -388,8 +389,11 @@ class Schedule:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
         terms = loss_func(output)
         ordered = [terms[name] for name in self._step.loss_terms]
-        pairs = [torch.stack([each.sum.detach().float(), each.targets.float()]) for each in ordered]
-        report = torch.stack(pairs)
+        reports = []
+        for term in ordered:
+            pair = [term.sum.detach().float(), term.targets.float()]
+            reports.append(torch.stack(pair))
+        report = torch.stack(reports)
         if self._denominators is None:
             self._targets_seen += [each.targets.detach().float() for each in ordered]
             losses = [each.sum for each in ordered]
@@ -414,8 +418,9 @@ class Schedule:
             dist.all_reduce(total, group=topology.dp_group)
         if topology.parallel.pp > 1:
             dist.broadcast(total, topology.last_stage, group=topology.pp_group)
-        counts = total[:, 1].clamp(min=1.0)
-        means = total[:, 0] / counts
+        sums, targets = total.unbind(1)
+        counts = targets.clamp(min=1.0)
+        means = sums / counts
         loss = means.sum()
         if self._denominators is not None:
             # The gradients' own counts: a mismatch makes the loss, and so the norm, NaN.
@@ -425,7 +430,7 @@ class Schedule:
         return StepOutput(
             loss=loss,
             terms=dict(zip(names, means.unbind(), strict=True)),
-            num_targets=dict(zip(names, total[:, 1].unbind(), strict=True)),
+            num_targets=dict(zip(names, targets.unbind(), strict=True)),
             shape=shape,
             microbatch_losses=per_microbatch[..., 0].sum(1),
         )
@@ -471,8 +476,9 @@ def _uneven_batch(rows: int, num_microbatches: int) -> str:
 
 def _split_rows(batch: Batch, count: int) -> list[Batch]:
     """Split a prepared batch into ``count`` microbatches."""
-    rows_of = (tensor.chunk(count) for tensor in batch.values())
-    return [dict(zip(batch, rows, strict=True)) for rows in zip(*rows_of, strict=True)]
+    chunks = [tensor.chunk(count) for tensor in batch.values()]
+    by_microbatch = zip(*chunks, strict=True)
+    return [dict(zip(batch, tensors, strict=True)) for tensors in by_microbatch]
 
 
 def _num_rows(batch: Batch) -> int:

@@ -390,13 +390,12 @@ class PartialRotaryAttention(SelfAttention):
         if self.factor == 1.0 or self.rotary_width == self.hidden_size_per_attention_head:
             return tensors
         query, key, *rest = tensors
-        return (*(self._unscale_unrotated(x) for x in (query, key)), *rest)
+        return (self._unscale_unrotated(query), self._unscale_unrotated(key), *rest)
 
     def _unscale_unrotated(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            (x[..., : self.rotary_width], x[..., self.rotary_width :] / self.factor),
-            dim=-1,
-        )
+        rotated = x[..., : self.rotary_width]
+        unrotated = x[..., self.rotary_width :] / self.factor
+        return torch.cat((rotated, unrotated), dim=-1)
 
 
 class BiasedTransformerLayer(TransformerLayer):

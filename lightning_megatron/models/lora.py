@@ -158,7 +158,8 @@ class Adapter(torch.nn.Module):
 
     def delta(self) -> Tensor:
         """Weight update that merging adds to this rank's shard of the base: [out/tp, in] or [out, in/tp], fp32."""
-        return self.scale * (self._expanded_b().float() @ self.A.float())
+        product = self._expanded_b().float() @ self.A.float()
+        return self.scale * product
 
     def sharded_state_dict(
         self,

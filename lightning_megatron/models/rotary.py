@@ -31,7 +31,8 @@ def inverse_frequencies(
             Unlike Hugging Face's ``dynamic``, earlier, longer sequences have no effect.
     """
     if scaling is None:
-        wavelengths: torch.Tensor = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+        wavelengths: torch.Tensor = base**exponents
         return 1.0 / wavelengths
     return scaled_frequencies(
         asdict(scaling),

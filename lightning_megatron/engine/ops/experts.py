@@ -106,13 +106,13 @@ class GroupedExperts(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One entry per matrix of each expert, as for ``SequentialMLP``."""
-        build, replica = partial(self._shards, sharded_offsets), (0, 0, self._dp.rank())
-        return {
-            prefix + name: ShardedTensorFactory(
-                f"{prefix}experts.{name}.weight", weight, build, torch.stack, replica
-            )
-            for name, weight in self.named_parameters()
-        }
+        build = partial(self._shards, sharded_offsets)
+        replica = (0, 0, self._dp.rank())
+        state = {}
+        for name, weight in self.named_parameters():
+            key = f"{prefix}experts.{name}.weight"
+            state[prefix + name] = ShardedTensorFactory(key, weight, build, torch.stack, replica)
+        return state
 
     @torch.no_grad()
     def _shards(
@@ -123,7 +123,8 @@ class GroupedExperts(MegatronModule):
         replica: Any,
         flattened: Any,
     ) -> list[ShardedTensor]:
-        axes, count = len(offsets), len(weight)
+        axes = len(offsets)
+        count = len(weight)
         return [
             ShardedTensor.from_rank_offsets(
                 key,

@@ -43,7 +43,9 @@ class Router(TopKRouter):
         """Accept the arguments of Megatron-Core's own router, of which 0.19 has more."""
         super().__init__(*args, **kwargs)
         frequency = self.config.moe_layer_freq
-        self._num_layers = sum(frequency) if isinstance(frequency, list) else self.config.num_layers
+        self._num_layers: int = self.config.num_layers
+        if isinstance(frequency, list):
+            self._num_layers = sum(frequency)
         self.num_tokens: Tensor | None = None
 
     def routing(
@@ -90,7 +92,8 @@ class Router(TopKRouter):
     ) -> Tensor:
         """Return ``probs`` with the backward pass of the auxiliary loss attached."""
         assert self.num_tokens is not None
-        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
+        nowhere = torch.zeros_like(scores, dtype=torch.bool)
+        routing_map = nowhere.scatter(1, experts, True)
         if padding_mask is not None:
             is_token = ~padding_mask.reshape(-1, 1)
             routing_map = routing_map & is_token

@@ -19,7 +19,8 @@ def num_key_splits(q: Tensor, k: Tensor) -> int:
         q: [b, ng, repeats, hn].
         k: [b, ng, sk, hn].
     """
-    if not q.is_cuda or q.shape[3] % 8 != 0 or k.shape[2] % SPLIT_SIZE != 0:
+    is_supported = q.shape[3] % 8 == 0 and k.shape[2] % SPLIT_SIZE == 0
+    if not q.is_cuda or not is_supported:
         return 1
     max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (
         k.shape[0] * k.shape[1]

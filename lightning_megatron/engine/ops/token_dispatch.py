@@ -57,7 +57,8 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     """
     keys, order = destinations.flatten().to(torch.int16).sort(stable=True)
     indices = torch.arange(len(order), device=order.device)
-    positions = torch.empty_like(order).scatter_(0, order, indices).clamp_(max=total)
+    positions = torch.empty_like(order).scatter_(0, order, indices)
+    positions.clamp_(max=total)
     destination = torch.arange(count, dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
     assignments = order[:total]
@@ -239,26 +240,21 @@ class AllToAllDispatcher(Dispatcher):
         num_assignments = is_on_rank.sum(dim=(0, 1))
         counts = torch.stack((num_rows, num_assignments), dim=1)
         # For each destination rank (rows, assignments to its experts), and last the number of this rank's tokens.
-        counts = F.pad(
-            counts,
-            (0, 0, 0, 1),
-            value=len(tokens),
-        )
+        counts = F.pad(counts, (0, 0, 0, 1), value=len(tokens))
         all_counts = counts.new_empty(self.ep_size * len(counts), 2)
         dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
         all_counts = all_counts.view(self.ep_size, *counts.shape)
         rank = self.ep_group.rank()
         sent = all_counts[rank]
         received = all_counts[:, rank]
-        to_ranks, from_ranks, token_counts = torch.stack(
-            (sent[:-1], received, all_counts[:, -1])
-        ).tolist()
-        self._splits = [rows for rows, _ in to_ranks], [rows for rows, _ in from_ranks]
+        # One copy to the host.
+        stacked = torch.stack((sent[:-1], received, all_counts[:, -1]))
+        to_ranks, from_ranks, token_counts = stacked.tolist()
+        rows_sent = [rows for rows, _ in to_ranks]
+        rows_received = [rows for rows, _ in from_ranks]
+        self._splits = (rows_sent, rows_received)
         self._num_assignments = sum(assignments for _, assignments in from_ranks)
-        metadata = torch.cat(
-            (probs, routing_map.to(probs.dtype)),
-            dim=1,
-        )
+        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
         return self._prepare_rows(
             tokens,
             metadata,
@@ -334,7 +330,8 @@ class AllGatherDispatcher(AllToAllDispatcher):
         max_rows: int,
     ) -> tuple[Tensor, Tensor]:
         padding = (0, 0, 0, max_rows - len(rows))
-        return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
+        rows = F.pad(rows, padding)
+        return rows, F.pad(metadata, padding, value=-1.0)
 
     def token_dispatch(
         self,
