@@ -1,4 +1,8 @@
-"""Train steps: the training objectives of GPT, BERT and T5."""
+"""Train steps: the training objectives of GPT, BERT and T5.
+
+What is learned belongs here: from a batch to targets, losses and metrics. Imports models and the engine, and never
+Lightning.
+"""
 
 from __future__ import annotations
 
