@@ -9,6 +9,7 @@ criteria synchronize host and device.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,14 +132,8 @@ class LiveModel:
         tokens = values.long()
         with inference_mode(self.chunks) as models:
             if rows.stop > rows.start:
-                local = replace(
-                    request,
-                    prompts=request.prompts.expand(
-                        rows,
-                        copies,
-                        self.device,
-                    ),
-                )
+                prompts = request.prompts.expand(rows, copies, self.device)
+                local = replace(request, prompts=prompts)
                 uniform = uniform_numbers(options.seed, request.max_new_tokens, num_rows)[:, rows]
                 tokens, values = decode(
                     models, self._replica, local, uniform, on_tokens, static=static
@@ -239,19 +234,19 @@ class LiveModel:
         dp = self.topology.dp
         rank = self.topology.dp_rank
         bounds = [rows * replica // dp for replica in range(dp + 1)]
-        return slice(bounds[rank], bounds[rank + 1]), [
-            bounds[replica + 1] - bounds[replica] for replica in range(dp)
-        ]
+        counts = [end - begin for begin, end in itertools.pairwise(bounds)]
+        return slice(bounds[rank], bounds[rank + 1]), counts
 
 
 def _on_host(inputs: Mapping[str, Tensor | None]) -> Batch:
     """Move the inputs that are not None to the host; other types than tensors are refused later, on all ranks."""
-    given: dict[str, Any] = {
-        name: value for name, value in inputs.items() if value is not None or name == "input_ids"
-    }
-    return {
-        name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()
-    }
+    on_host: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            on_host[name] = value.cpu()
+        elif value is not None or name == "input_ids":
+            on_host[name] = value
+    return on_host
 
 
 def _check_agreement(settings: object, *tensors: Tensor | None) -> None:
@@ -318,12 +313,16 @@ def decode(
     stages = Stages(models, topology, prompts, max_new_tokens, static=static)
     chooser: _Sampler | BeamSearch | None = None
     if stages.chooses_tokens:
-        chooser = BeamSearch(request) if num_beams > 1 else _Sampler(request, uniform.to(device))
+        if num_beams > 1:
+            chooser = BeamSearch(request)
+        else:
+            chooser = _Sampler(request, uniform.to(device))
     logits = stages.prefill()
     if num_beams > 1:
         parents = torch.arange(len(prompts.tokens), device=device).repeat_interleave(num_beams)
         stages.select_rows(parents)
-        logits = None if logits is None else logits[parents]
+        if logits is not None:
+            logits = logits[parents]
     for step in range(max_new_tokens):
         progress.ticks += 1
         message = torch.empty(
@@ -346,9 +345,14 @@ def decode(
             stages.select_rows(parents)
         # Finished rows, whose id is ``ENDED``, are fed token 0.
         logits = stages.decode(new_tokens.clamp(min=0))
-    num_rows = len(prompts.tokens) * (request.options.num_return_sequences if num_beams > 1 else 1)
-    values = torch.empty(num_rows, max_new_tokens + 1, device=device)
-    tokens, values = (values.long(), values) if chooser is None else chooser.best()
+    if chooser is not None:
+        tokens, values = chooser.best()
+    else:
+        num_rows = len(prompts.tokens)
+        if num_beams > 1:
+            num_rows *= request.options.num_return_sequences
+        values = torch.empty(num_rows, max_new_tokens + 1, device=device)
+        tokens = values.long()
     return stages.broadcast(tokens), stages.broadcast(values)
 
 
@@ -383,32 +387,26 @@ class _Sampler:
             [2 * n + 1], int64: which of the former rows each row continues, its new token (``ENDED`` if it was finished
             before), and 1 if nothing will change any more.
         """
-        raw = scores = logits[:, : self._vocab_size]
+        raw = logits[:, : self._vocab_size]
+        scores = raw
         position = self._width + step
         for processor in self._processors:
             scores = processor(self._sequences[:, :position], scores)
-        tokens = (
-            scores.argmax(-1)
-            if self._uniform is None
-            else sample_tokens(scores, self._uniform[step])
-        )
+        if self._uniform is None:
+            tokens = scores.argmax(-1)
+        else:
+            tokens = sample_tokens(scores, self._uniform[step])
         self._sequences[:, position] = tokens
-        self._log_probabilities[:, step] = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
+        chosen = raw.gather(-1, tokens[:, None])[:, 0]
+        self._log_probabilities[:, step] = chosen - raw.logsumexp(-1)
         reported = tokens.masked_fill(self._finished, ENDED)
         if self._stops is not None:
-            ends = (
-                self._stops.are_met(self._sequences[:, self._width : position + 1])
-                & ~self._finished
-            )
+            new_tokens = self._sequences[:, self._width : position + 1]
+            ends = self._stops.are_met(new_tokens) & ~self._finished
             self._lengths.masked_fill_(ends, step + 1)
             self._finished |= ends
-        return torch.cat(
-            (
-                self._parents,
-                reported,
-                self._finished.all()[None].long(),
-            )
-        )
+        all_finished = self._finished.all()[None].long()
+        return torch.cat((self._parents, reported, all_finished))
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The sequences and their log-probabilities, as ``decode`` returns them."""
@@ -509,13 +507,8 @@ class BeamSearch:
         self._update_can_improve(step + 1)
         # If all candidates end, no beam is left to extend.
         self._can_improve &= ~ends.all()
-        return torch.cat(
-            (
-                parents,
-                tokens,
-                self._is_closed().all().long()[None],
-            )
-        )
+        all_closed = self._is_closed().all().long()[None]
+        return torch.cat((parents, tokens, all_closed))
 
     def best(self) -> tuple[Tensor, Tensor]:
         """The best complete sequences of each prompt and their log-probabilities, as ``decode`` returns them."""
@@ -534,33 +527,29 @@ class BeamSearch:
         scores = scores / length**self._options.length_penalty
         scores = scores + (~completes) * _EXCLUDED + self._is_closed() * _EXCLUDED
         lengths = torch.full_like(self._complete_lengths[:, :1], length).expand_as(scores)
-        self._complete_scores, chosen = torch.cat((self._complete_scores, scores), dim=1).topk(
-            num_beams
-        )
-        old = (self._complete, self._complete_logs, self._complete_lengths, self._is_complete)
-        merged = (
-            torch.cat(pair, dim=1)
-            for pair in zip(
-                old,
-                (sequences, logs, lengths, completes),
-                strict=True,
-            )
-        )
-        self._complete, self._complete_logs, self._complete_lengths, self._is_complete = _gather(
-            chosen, *merged
+        all_scores = torch.cat((self._complete_scores, scores), dim=1)
+        self._complete_scores, chosen = all_scores.topk(num_beams)
+        (
+            self._complete,
+            self._complete_logs,
+            self._complete_lengths,
+            self._is_complete,
+        ) = _gather(
+            chosen,
+            torch.cat((self._complete, sequences), dim=1),
+            torch.cat((self._complete_logs, logs), dim=1),
+            torch.cat((self._complete_lengths, lengths), dim=1),
+            torch.cat((self._is_complete, completes), dim=1),
         )
 
     def _update_can_improve(self, length: int) -> None:
         """Update whether the best beam of a prompt may still become better than the worst of its complete sequences."""
         options = self._options
-        at_limit = options.early_stopping == "never" and options.length_penalty > 0.0
-        best = (
-            self._growing_scores[:, :1]
-            / (self._max_new_tokens if at_limit else length) ** options.length_penalty
-        )
-        worst = torch.where(
-            self._is_complete, self._complete_scores.amin(dim=1, keepdim=True), _EXCLUDED
-        )
+        if options.early_stopping == "never" and options.length_penalty > 0.0:
+            length = self._max_new_tokens
+        best = self._growing_scores[:, :1] / length**options.length_penalty
+        lowest = self._complete_scores.amin(dim=1, keepdim=True)
+        worst = torch.where(self._is_complete, lowest, _EXCLUDED)
         self._can_improve = self._can_improve & (best > worst).any(dim=-1, keepdim=True)
 
     def _is_closed(self) -> Tensor:
@@ -573,7 +562,11 @@ class BeamSearch:
 
 def _gather(index: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Gather entries ``index`` [b, m] along dim 1 of each tensor, [b, n] or [b, n, ...]."""
-    return [x.take_along_dim(index if x.dim() == 2 else index[..., None], dim=1) for x in tensors]
+    gathered = []
+    for tensor in tensors:
+        entries = index if tensor.dim() == 2 else index[..., None]
+        gathered.append(tensor.take_along_dim(entries, dim=1))
+    return gathered
 
 
 # ---- logits processors, sampling and stop criteria -------------------------------------------------------------------
@@ -697,15 +690,11 @@ def sample_tokens(logits: Tensor, uniform: Tensor) -> Tensor:
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Strictly below the total, or rounding could choose a last token of probability 0.
-    threshold = torch.minimum(
-        uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
-    )
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniform[:, None] * total, below_total)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     # If the logits are NaN, the index found is beyond the last token.
-    return (
-        torch.searchsorted(cumulative, threshold, right=True)
-        .squeeze(-1)
-        .clamp(max=logits.shape[-1] - 1)
-    )
+    return tokens.clamp(max=logits.shape[-1] - 1)
 
 
 def uniform_numbers(seed: int, steps: int, rows: int) -> Tensor:

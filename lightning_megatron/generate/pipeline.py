@@ -33,6 +33,7 @@ from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.gpt import GPTChunk
 
 Work = Callable[[], Tensor]
 """Forward pass of a chunk over a group of rows. In static steps it uses tensors at fixed addresses, and the host
@@ -181,8 +182,9 @@ class _Chunk:
         if self.model.pre_process:
             return None
         config = self.model.config
-        (count, length) = rows.tokens.shape
-        length += 0 if rows.source is None else rows.source.shape[1]
+        count, length = rows.tokens.shape
+        if rows.source is not None:
+            length += rows.source.shape[1]
         return torch.empty(
             (length, count, config.hidden_size),
             dtype=config.pipeline_dtype,
@@ -209,26 +211,20 @@ class _Chunk:
                 where the caches count.
         """
         model = self.model
-        trim = model.post_process and not every_position and rows.tokens.shape[1] > 1
         step = None
         if slot is not None and rows.mask is not None:
             step = TokenStep(slot, rows.mask)
             rows = replace(rows, mask=None)
-        for layer, cache in zip(
-            self.layers,
-            self.caches[group],
-            strict=True,
-        ):
+        for layer, cache in zip(self.layers, self.caches[group], strict=True):
             layer.kv_cache = cache
             cache.step = step
         if hidden is not None:
             model.set_input_tensor(hidden)
+        last_alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if model.post_process and not every_position and rows.tokens.shape[1] > 1:
+            last_alone = model.output_layer.register_forward_pre_hook(_last_position)
         try:
-            with (
-                model.output_layer.register_forward_pre_hook(_last_position)
-                if trim
-                else contextlib.nullcontext()
-            ):
+            with last_alone:
                 output = self._forward(rows)
         finally:
             if hidden is not None:
@@ -237,32 +233,47 @@ class _Chunk:
                 layer.kv_cache = None
         if not model.post_process:
             return output.contiguous().detach()
-        return (output if every_position else output[:, -1]).float().detach()
+        if not every_position:
+            output = output[:, -1]
+        return output.float().detach()
 
     def _forward(self, rows: ModelInputs) -> Tensor:
         model = self.model
+        output: Tensor
         if rows.source is not None:
-            decoded: Tensor = model(
-                rows.source, rows.tokens, rows.source_mask, rows.mask, runtime_gather_output=True
+            output = model(
+                rows.source,
+                rows.tokens,
+                rows.source_mask,
+                rows.mask,
+                runtime_gather_output=True,
             )
-            return decoded
-        if isinstance(model, BertChunk):
-            # In training padding attends to padding; here, as in Hugging Face, to tokens: its logits are returned, too.
-            masked_keys = None if rows.mask is None else (rows.mask == 0)[:, None, None, :]
-            out = model(rows.tokens, rows.positions, masked_keys, rows.token_types)
-            # A pretraining model also returns logits for the order of sentences, which are dropped.
-            logits: Tensor = (
-                gather_from_tensor_model_parallel_region(out[0]) if isinstance(out, tuple) else out
+        elif isinstance(model, BertChunk):
+            output = self._forward_bert(rows)
+        elif isinstance(model, GPTChunk):
+            output = model(
+                rows.tokens,
+                rows.positions,
+                rows.mask,
+                runtime_gather_output=True,
+                longest=rows.longest,
             )
-            return logits
-        model.rotary_length = rows.longest
-        try:
-            output: Tensor = model(
-                rows.tokens, rows.positions, rows.mask, runtime_gather_output=True
-            )
-        finally:
-            model.rotary_length = None
+        else:
+            # A user's model.
+            output = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)
         return output
+
+    def _forward_bert(self, rows: ModelInputs) -> Tensor:
+        # In training padding attends to padding; here, as in Hugging Face, to tokens: its logits are returned, too.
+        masked_keys = None
+        if rows.mask is not None:
+            masked_keys = (rows.mask == 0)[:, None, None, :]
+        output = self.model(rows.tokens, rows.positions, masked_keys, rows.token_types)
+        if not isinstance(output, tuple):
+            return output  # type: ignore[no-any-return]
+        # A pretraining model also returns logits for the order of sentences, which are dropped.
+        logits: Tensor = gather_from_tensor_model_parallel_region(output[0])
+        return logits
 
 
 def _last_position(layer: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -185,8 +185,6 @@ class GPTChunk(Chunk):
     ) -> None:
         """Create this rank's layers; arguments as for ``Chunk``."""
         super().__init__(model, config, vp_stage)
-        self.rotary_length: int | None = None
-        """Length of the longest row, for calls with only some rows of a batch; None: take it from the positions."""
         # Rounded to the weights' dtype, as in Gemma's training.
         self._multiplier: float = torch.tensor(
             model.embedding_multiplier, dtype=config.params_dtype
@@ -210,6 +208,7 @@ class GPTChunk(Chunk):
         labels: Tensor | None = None,
         *,
         runtime_gather_output: bool | None = None,
+        longest: int | None = None,
     ) -> Tensor:
         """Run this chunk. Collective over the tp and cp groups.
 
@@ -219,6 +218,8 @@ class GPTChunk(Chunk):
             attention_mask: [b, s], segment number of each token, 0 for padding; None for a single segment.
             labels: [b, s] int64; None for logits.
             runtime_gather_output: Whether to all-gather logits over the tp group.
+            longest: Length of the longest row, for calls with only some rows of a batch; None: take it from the
+                positions.
 
         Returns:
             On the last chunk per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v]; before it hidden states,
@@ -229,7 +230,7 @@ class GPTChunk(Chunk):
             embedded = self._embed(input_ids, position_ids, attention_mask)
         angles = None
         if self.description.position_embedding_type == "rope":
-            angles = self._angles(input_ids, position_ids)
+            angles = self._angles(input_ids, position_ids, longest)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=attention_mask,
@@ -273,12 +274,19 @@ class GPTChunk(Chunk):
             padding = shards[self.pg_collection.tp.rank()]
         return padding
 
-    def _angles(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    def _angles(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        longest: int | None,
+    ) -> Tensor:
         """Rotary angles, [s/cp, 1 or b, 1, rotary_width], or twice the width for two thetas."""
         length: int | None = None
         if self._depends_on_length:
-            length = input_ids.shape[1] if position_ids is None else self.rotary_length
-            if position_ids is not None and length is None:
+            length = longest
+            if position_ids is None:
+                length = input_ids.shape[1]
+            elif longest is None:
                 # Sequence length as in Hugging Face; synchronizes host and device, only for these scalings.
                 length = int(position_ids.max()) + 1
         if length not in self._frequencies:

@@ -140,7 +140,6 @@ def _settings(module: Any) -> list[Any]:
         "sequence_parallel",
         "reduce_scatter_embeddings",
         "kv_cache",
-        "rotary_length",
     )
     values = [getattr(m, name, None) for m in module.model_chunks.modules() for name in names]
     return [
