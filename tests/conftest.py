@@ -16,9 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Inductor's pool of compile processes would outlive a worker of pytest-xdist and keep its pipe open: the run hangs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    sys.argv[0] = (
-        __file__  # a worker of pytest-xdist is `python -c`, where multi-process runs are refused
-    )
+    # A worker of pytest-xdist is `python -c`, where multi-process runs are refused.
+    sys.argv[0] = __file__
 
 # Prefixes of variables that libraries set on import, or pytest itself; not leaks of a test.
 _SET_BY_LIBRARIES = (

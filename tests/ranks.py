@@ -147,14 +147,14 @@ class Job:
         with patch.dict(os.environ, _SERVER_ENVIRONMENT):
             forkserver.ensure_running()
         self.processes: list[Any] = []
-        self._fn, self._folder = fn, Path(tempfile.mkdtemp(prefix="ranks_"))
+        self._fn = fn
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         self._pipes: list[Connection] = []
         self._ended: dict[int, dict[str, Any]] = {}
         """Results of finished ranks, in order of finishing: ``value``, or ``traceback`` and ``error_type``."""
         environment = {**os.environ, **_torchrun_environment(world_size)}
-        call = pickle.dumps(
-            (fn, args)
-        )  # as bytes: tensors in a process's arguments would be shared memory
+        # As bytes: tensors in a process's arguments would be shared memory.
+        call = pickle.dumps((fn, args))
         for rank in range(world_size):
             receiving, sending = context.Pipe(duplex=False)
             ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -214,9 +214,8 @@ class Job:
 
     def _collect(self) -> None:
         for rank in self._running():
-            code = self.processes[
-                rank
-            ].exitcode  # read before the pipe: a rank stays alive after sending its result
+            # Read before the pipe: a rank stays alive after sending its result.
+            code = self.processes[rank].exitcode
             died = {"traceback": f"rank {rank} died without a result (exit code {code})\n"}
             if self._pipes[rank].poll():
                 try:
@@ -250,9 +249,8 @@ class Job:
     def _timeout(self, seconds: float) -> str:
         for rank in self._running():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.processes[rank].pid, signal.SIGUSR2
-                )  # faulthandler writes the stacks to the rank's log
+                # faulthandler writes the stacks to the rank's log.
+                os.kill(self.processes[rank].pid, signal.SIGUSR2)
         time.sleep(0.5)
         names = ", ".join(map(str, self._running()))
         return f"{self._fn.__name__} did not end within {seconds:g} s on ranks {names}; their stacks:\n{self.logs()}"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -24,6 +23,7 @@ from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_experts import FAMILIES as MIXTURES
 from tests.families.test_experts import mixture
 from tests.families.test_gpts import FAMILIES, gpt_model
+from tests.marks import on_gpus
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
@@ -139,16 +139,9 @@ def prompts(
     return tokens, mask
 
 
-def on_gpus(*layouts: Layout) -> list[Any]:
+def layouts_on_gpus(*layouts: Layout) -> list[Any]:
     """Layouts as test parameters, each marked with the number of GPUs that it needs."""
-    return [
-        pytest.param(
-            layout,
-            marks=pytest.mark.gpu(layout.world_size),
-            id=str(layout),
-        )
-        for layout in layouts
-    ]
+    return [on_gpus(layout.world_size, layout, id=str(layout)) for layout in layouts]
 
 
 def make_call(

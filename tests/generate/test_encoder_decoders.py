@@ -98,7 +98,10 @@ def _option_calls(
                 [1, 1, 1],
             ]
         ),
-        **{"max_new_tokens": 6, "num_beams": 2, "min_length": 6, "pad_token_id": 1},
+        "max_new_tokens": 6,
+        "num_beams": 2,
+        "min_length": 6,
+        "pad_token_id": 1,
     }
     several: dict[str, Any] = {
         "num_beams": 3,

@@ -18,8 +18,8 @@ from tests.generate.models import (
     generate,
     hf_model,
     hf_output,
+    layouts_on_gpus,
     make_call,
-    on_gpus,
     prompts,
     run_with_models,
     set_up,
@@ -119,7 +119,7 @@ def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...], e
 
 @pytest.mark.parametrize(
     "layout",
-    on_gpus(
+    layouts_on_gpus(
         Layout(),
         *LAYOUTS[:2],
         Layout(dp=2),

@@ -16,8 +16,8 @@ from tests.generate.models import (
     Call,
     hf_model,
     hf_output,
+    layouts_on_gpus,
     make_call,
-    on_gpus,
     prompts,
     run_with_models,
 )
@@ -182,7 +182,7 @@ def test_logits_equal_hugging_face_in_dataset_order(layout: Layout, names: tuple
 
 @pytest.mark.parametrize(
     "layout",
-    on_gpus(
+    layouts_on_gpus(
         Layout(),
         Layout(tp=2),
         Layout(pp=2),

@@ -57,9 +57,8 @@ class Slurm(Cluster):
         )
         self._conf = str(folder / "slurm.conf")
         Path(self._conf).write_text(_CONF.format(folder))
-        (folder / "cgroup.conf").write_text(
-            "CgroupPlugin=cgroup/v1\n"
-        )  # otherwise slurmd uses the mounted version
+        # Otherwise slurmd uses the mounted version.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self.daemon("host1", "slurmctld", "-D")
         for host in network.hosts:
             self.daemon(host, "slurmd", "-D", "-N", host)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_datas
 from tests.launch.test_started_by import has_ended
 from tests.marks import on_gpus
 from tests.ranks import RankError, run_ranks
+from tests.recording import recorded_warnings
 
 LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
 
@@ -314,21 +314,14 @@ def _take_long(folder: Path) -> tuple[int, list[str]]:
         _callback(BATCH_END, _work, 1),
         _callback("on_train_batch_start", _stop_and_continue, 1),
     ]
+    heartbeat = Heartbeat(setup=LIMITS["setup"], step=LIMITS["step"] + 3)
     run = Run(
-        strategy={
-            "heartbeat": Heartbeat(
-                setup=LIMITS["setup"],
-                step=LIMITS["step"] + 3,
-            )
-        },
+        strategy={"heartbeat": heartbeat},
         trainer={"max_steps": 4, "default_root_dir": str(folder)},
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("stood still") as warned:
         trainer, _ = fit(run, *callbacks)
-    return int(trainer.global_step), [
-        text for warning in caught if "stood still" in (text := str(warning.message))
-    ]
+    return trainer.global_step, warned
 
 
 def test_slow_run_continues_and_a_stopped_rank_is_named(tmp_path: Path) -> None:

@@ -193,10 +193,8 @@ def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_pa
     if how == "torchrun":  # its summary shows the traceback of the rank that failed first
         assert re.fullmatch(rf"\s*{line}", lines[-1]), printed
         return
-    # The traceback of rank 1 ends with the line; rank 0 has no traceback.
-    assert re.fullmatch(rf"(\[rank1\]: )?{line}", lines[-2]), (
-        printed
-    )  # torch marks lines of tracebacks
+    # The traceback of rank 1, whose lines torch marks, ends with the line; rank 0 has no traceback.
+    assert re.fullmatch(rf"(\[rank1\]: )?{line}", lines[-2]), printed
     assert re.fullmatch(rf"{line}; rank 0 ends with it", lines[-1]), printed
     assert printed.count("Traceback (most recent call last)") == 1, printed
 

@@ -182,9 +182,8 @@ def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
     for a, b in zip(first.activations, second.activations, strict=True):
         is_inside_mlp = a.shape[-1] == MODELS["t5"]["d_ff"] // 2
         assert are_independent(a, b) if is_inside_mlp else torch.equal(a, b)
-    encoder = slice(
-        0, MODELS["t5"]["num_layers"]
-    )  # in the decoder, causally masked weights are zero as well
+    # In the decoder, causally masked weights are zero as well.
+    encoder = slice(0, MODELS["t5"]["num_layers"])
     assert _all_independent(first.attention[encoder], second.attention[encoder])
 
 

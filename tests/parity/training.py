@@ -47,8 +47,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {**_LLAMA, "model_type": "glm4", "head_dim": 8, "pad_token_id": None},
     # No load-balancing loss: it depends on which rows share a microbatch. tests/families compares it with transformers.
     "experts": {
-        **{**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe"},
-        **{"shared_expert_intermediate_size": 20, "router_aux_loss_coef": 0.0},
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 20,
+        "router_aux_loss_coef": 0.0,
     },
     "t5": {"model_type": "t5", **T5, "vocab_size": VOCAB_SIZE},
 }

@@ -204,9 +204,8 @@ def test_report_shows_first_and_last_perplexity(
     line: str,
 ) -> None:
     report = PerplexityReport()
-    report.load_state_dict(
-        {"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3}
-    )  # from another run
+    of_another_run = {"before": 1.0, "before_is_partial": False, "after": 2.0, "after_step": 3}
+    report.load_state_dict(of_another_run)
     trainer = toy_trainer(
         tmp_path, [report], **EVERY_SECOND_STEP, num_sanity_val_steps=sanity_steps
     )

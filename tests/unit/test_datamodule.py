@@ -251,9 +251,8 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
     def start(launcher: Any) -> None:
         raise InterruptedError("would start")
 
-    monkeypatch.setenv(
-        LAUNCHER, str(os.getpid())
-    )  # restored after the test, as the launcher sets it
+    # Restored after the test, as the launcher sets it.
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))
     monkeypatch.setattr(ScriptLauncher, "_has_failed", False)
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
     module = MegatronModule(

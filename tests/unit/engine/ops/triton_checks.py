@@ -221,9 +221,8 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
     torch.testing.assert_close(total, x + bias + residual)
     normed = norm(total)
     assert "AddNorm" in type(normed.grad_fn).__name__
-    torch.testing.assert_close(
-        normed, norm(total), rtol=1e-5, atol=1e-5
-    )  # computed by torch: the first call consumed the cached result
+    # Computed by torch: the first call consumed the cached result.
+    torch.testing.assert_close(normed, norm(total), rtol=1e-5, atol=1e-5)
     norm.add(x, bias, residual, 0.0)
     torch.testing.assert_close(
         norm(x),
