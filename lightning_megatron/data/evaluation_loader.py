@@ -59,27 +59,25 @@ class EvaluationLoader:
         For a dataset of batches, their indices. In prediction, Lightning's batch sampler records them.
         """
         batch_sampler = self.loader.batch_sampler
-        num_seen = 0
-        seen = getattr(batch_sampler, "seen_batch_indices", None)
+        seen: Any = getattr(batch_sampler, "seen_batch_indices", None)
         if seen is None:
-            seen = (
-                ([index] for index in self.loader.sampler)
-                if batch_sampler is None
-                else batch_sampler
-            )
+            seen = batch_sampler
+        if seen is None:
+            seen = ([index] for index in self.loader.sampler)
+        num_seen = 0
         for samples in seen:
             mask = self._first_visits(num_seen, len(samples))
             num_seen += len(samples)
             yield [
-                sample if first else PADDING_ROW
-                for sample, first in zip(samples, mask.tolist(), strict=True)
+                sample if is_first else PADDING_ROW
+                for sample, is_first in zip(samples, mask.tolist(), strict=True)
             ]
 
 
 def _num_rows(batch: Any) -> int:
-    tensors = (
-        [v for v in batch.values() if isinstance(v, torch.Tensor)]
-        if isinstance(batch, dict)
-        else []
-    )
-    return tensors[0].shape[0] if tensors else 0
+    if not isinstance(batch, dict):
+        return 0
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return 0
+    return tensors[0].shape[0]

@@ -232,9 +232,8 @@ class PassLoader:
     def batch_indices(self) -> Iterator[list[int]]:
         """Sample indices of each batch of this replica; the last one is padded with ``PADDING_ROW``."""
         for first in range(0, self._num_samples, self._shape.global_batch_size):
-            yield [
-                i if i < self._num_samples else PADDING_ROW for i in self._shape.positions(first)
-            ]
+            positions = self._shape.positions(first)
+            yield [index if index < self._num_samples else PADDING_ROW for index in positions]
 
     def __iter__(self) -> Iterator[Rows]:
         seed = (self._shape.data_parallel_rank,)

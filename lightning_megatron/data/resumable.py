@@ -46,29 +46,20 @@ def resize_batches(loader: object, requested: int, num_microbatches: int) -> obj
     Raises:
         ConfigError: If its batches are not made by a ``batch_size`` that ``requested`` divides.
     """
-    if requested == num_microbatches or isinstance(
-        loader, TrainLoader
-    ):  # TrainLoader sizes batches itself
+    # A TrainLoader sizes batches itself.
+    if requested == num_microbatches or isinstance(loader, TrainLoader):
         return loader
     rows = getattr(loader, "batch_size", None)
-    if (
-        not is_map_style(loader)
-        or type(loader.batch_sampler) is not BatchSampler
-        or not rows
-        or rows % requested
-    ):
+    has_plain_batches = is_map_style(loader) and type(loader.batch_sampler) is BatchSampler
+    if not has_plain_batches or not rows or rows % requested:
         raise ConfigError(
             f"fewer nodes than num_nodes take num_microbatches={num_microbatches} instead of {requested}, and larger "
             f"batches: expected a DataLoader of a map-style dataset with a batch_size that {requested} divides, got "
             f"{type(loader).__name__} with batch_size={rows}; give it one, or start all nodes"
         )
+    assert isinstance(loader, DataLoader)
     rows = rows // requested * num_microbatches
-    return _rebuild(
-        loader,
-        batch_size=rows,
-        sampler=loader.sampler,
-        drop_last=loader.drop_last,
-    )
+    return _rebuild(loader, batch_size=rows, sampler=loader.sampler, drop_last=loader.drop_last)
 
 
 class ResumableLoader:
@@ -143,18 +134,16 @@ class ResumableLoader:
         if self._random_state is not None:
             torch.set_rng_state(self._random_state)
         _set_state(self._generator, self._generator_state)
-        batches = self.loader.batch_sampler
-        order = self.loader.sampler if batches is None else batches
+
+        def restore() -> None:
+            torch.set_rng_state(current_state)
+
         # Skipped samples are not read from the dataset.
-        rest = _skip(order, self._num_yielded, lambda: torch.set_rng_state(current_state))
-        return _rebuild(
-            self.loader,
-            **(
-                {"sampler": rest, "batch_size": None}
-                if batches is None
-                else {"batch_sampler": rest}
-            ),
-        )
+        batches = self.loader.batch_sampler
+        if batches is None:
+            samples = _skip(self.loader.sampler, self._num_yielded, restore)
+            return _rebuild(self.loader, sampler=samples, batch_size=None)
+        return _rebuild(self.loader, batch_sampler=_skip(batches, self._num_yielded, restore))
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, samples of it consumed by all ranks together, and the random states that determine its order."""

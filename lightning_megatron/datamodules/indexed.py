@@ -127,12 +127,10 @@ class IndexedDataModule(MegatronDataModule):
 
     @override
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
-        decoder = (
-            {"seq_length_decoder": self.seq_length_decoder}
-            if self._objective_name(model) == "t5"
-            else {}
-        )
-        return {"seq_length": self.seq_length, **decoder}
+        lengths = {"seq_length": self.seq_length}
+        if self._objective_name(model) == "t5":
+            lengths["seq_length_decoder"] = self.seq_length_decoder
+        return lengths
 
     @override
     def check(self, run: Run) -> None:
@@ -181,7 +179,11 @@ class IndexedDataModule(MegatronDataModule):
         ]
 
     def _objective_name(self, model: ModelConfig | None) -> str:
-        return self.objective_name or ("gpt" if model is None else model.architecture)
+        if self.objective_name:
+            return self.objective_name
+        if model is None:
+            return "gpt"
+        return model.architecture
 
     @cached_property
     def _tokenizer_facts(self) -> TokenizerFacts:
