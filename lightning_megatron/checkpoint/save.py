@@ -456,7 +456,7 @@ class _ChecksummedFile:
             if self._is_abandoned.is_set():
                 raise InterruptedError("the save was abandoned")
             self._stream.write(view[start : start + _PIECE])
-            progress.ticks += 1
+            progress.tick()
             self.checksums.update(view[start : start + _PIECE])
         return len(view)
 

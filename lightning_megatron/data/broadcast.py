@@ -67,7 +67,7 @@ def broadcast_batch(
     Raises:
         DataError: On all ranks of the group, if the source's batch is not a dict of tensors or ``check`` raises.
     """
-    progress.steps += 1
+    progress.step()
     is_alone = dist.get_world_size(topology.mp_group) == 1
     if dist.get_rank() == topology.mp_source:
         try:

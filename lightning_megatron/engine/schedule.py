@@ -371,7 +371,7 @@ class Schedule:
         model: torch.nn.Module,
     ) -> tuple[Output, Any]:
         microbatch = next(data_iterator)
-        progress.ticks += 1
+        progress.tick()
         output, loss_func = self._step.forward_step(iter([microbatch]), model)
 
         def report(output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:

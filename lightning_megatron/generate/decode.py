@@ -324,7 +324,7 @@ def decode(
         if logits is not None:
             logits = logits[parents]
     for step in range(max_new_tokens):
-        progress.ticks += 1
+        progress.tick()
         message = torch.empty(
             2 * rows + 1,
             dtype=torch.long,

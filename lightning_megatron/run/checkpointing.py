@@ -222,7 +222,7 @@ class Checkpointing:
             self.finish(is_final=is_final)
         if is_final:
             self.end()
-        progress.saves.append(time.monotonic() - start)
+        progress.saved(time.monotonic() - start)
 
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save in progress, if there is one; waits for the files of all ranks.
