@@ -60,7 +60,8 @@ class HuggingFaceSource(Source):
         super().__init__(path)
         self._files = open_weights(path)
         self.stored = self._files.tensors
-        self.metadata = {"config": read_json(path) if (path / CONFIG_FILE).is_file() else {}}
+        has_config = (path / CONFIG_FILE).is_file()
+        self.metadata = {"config": read_json(path) if has_config else {}}
         self.companions = path
 
     def describe(self, config: Path | None) -> Description:
@@ -139,8 +140,8 @@ class HuggingFaceSource(Source):
     ) -> set[str]:
         """Missing tensors of head modules of which the files have no tensor at all; these are newly initialized."""
         base = family.names.base
-        is_headless = bool(base) and not any(name.startswith(base) for name in self.stored)
-        if not is_headless and model.architecture != "bert":
+        has_base = any(name.startswith(base) for name in self.stored)
+        if has_base and model.architecture != "bert":
             return set()
         stored_heads = {_head_of(name) for name in self._stored_name}
         return {
@@ -155,12 +156,16 @@ class HuggingFaceSource(Source):
         start = region.offset[0]
         stop = start + region.size[0]
         # For each row of the region: its row in the concatenation of Hugging Face tensors.
-        source = torch.arange(start, stop) if rule.order is None else rule.order[start:stop]
+        source = torch.arange(start, stop)
+        if rule.order is not None:
+            source = rule.order[start:stop]
         dtype = self._dtypes[region.key]
         values = torch.empty(region.size, dtype=dtype)
         names = rule.names(region.key.layer, region.key.expert)
-        for name, num_rows in zip(names, rule.rows or (region.shape[0],), strict=True):
-            target_rows = ((source >= 0) & (source < num_rows)).nonzero().flatten()
+        rows_of_each = rule.rows or (region.shape[0],)
+        for name, num_rows in zip(names, rows_of_each, strict=True):
+            is_in_tensor = (source >= 0) & (source < num_rows)
+            target_rows = is_in_tensor.nonzero().flatten()
             if len(target_rows):
                 target = _as_slice(target_rows)
                 if name:
@@ -242,7 +247,8 @@ def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
     """``rows`` as a slice if they are consecutive, so that indexing returns a view."""
     first = int(rows[0])
     last = int(rows[-1])
-    if last - first == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+    has_length_of_range = last - first == len(rows) - 1
+    if has_length_of_range and bool((rows[1:] - rows[:-1] == 1).all()):
         return slice(first, last + 1)
     return rows
 
@@ -336,6 +342,7 @@ def files_of_tensors(
         in_file = stored_names[name]
         location = files.tensors[in_file].location
         file = location if isinstance(location, Path) else directory
-        is_finite = bool(files.read(in_file, (slice(None),)).isfinite().all())
+        values = files.read(in_file, (slice(None),))
+        is_finite = bool(values.isfinite().all())
         found[in_file] = str(file), is_finite
     return found

@@ -175,7 +175,9 @@ def merge(
     if model.gated_linear_unit and ".linear_fc1." in key.name:
         # Each shard has its part of the gate projection, then its part of the up projection.
         branches = [shard.chunk(2) for shard in shards]
-        return torch.cat([branch[index] for index in (0, 1) for branch in branches])
+        gates = [gate for gate, _ in branches]
+        ups = [up for _, up in branches]
+        return torch.cat([*gates, *ups])
     if len(shards) == 1:
         return shards[0]
     return torch.cat(shards, dim=axis)

@@ -72,7 +72,9 @@ def _rank_files(path: Path) -> dict[Rank, Path]:
         if match:
             folders[int(match[1]), int(match[2] or 0)] = folder
     files: dict[Rank, Path] = {}
-    for rank, folder in (folders or {(0, 0): path}).items():
+    if not folders:
+        folders[0, 0] = path
+    for rank, folder in folders.items():
         for name in MODEL_FILES:
             if (folder / name).is_file():
                 files[rank] = folder / name
@@ -166,7 +168,8 @@ def _read_rank(file: Path) -> RankState:
     chunks = tuple(dict(_flatten(models.get(index))) for index in range(len(models)))
     version = state.get("checkpoint_version", 0)
     if not chunks or not all(chunks) or type(version) not in (int, float):
-        named = ", ".join(repr(str(name)[:40]) for name in list(state)[:_MAX_NAMES]) or "nothing"
+        names = [repr(str(name)[:40]) for name in list(state)[:_MAX_NAMES]]
+        named = ", ".join(names) or "nothing"
         raise CheckpointError(
             f"{file}: expected a file of Megatron-LM ('model' or 'model0', 'model1', ... with tensors in it, and a "
             f"number as checkpoint_version), got {named}; give another file"

@@ -75,7 +75,9 @@ def save_megatron_lm(
     dtype = max(local, key=lambda shard: shard.data.nbytes).data.dtype
     more = {"iteration": source.iteration, **more}
     arguments = megatron_arguments(model, source.hf_config, layout, dtype, more)
-    ranks = [rank] if rank is not None else itertools.product(range(layout.tp), range(layout.pp))
+    ranks = list(itertools.product(range(layout.tp), range(layout.pp)))
+    if rank is not None:
+        ranks = [rank]
     with weights_progress("saving weights", sum(shard.data.nbytes for shard in local)) as bar:
         for tensor, stage in ranks:
             state: dict[str, Any] = {
@@ -131,7 +133,8 @@ def _tp_shard(
         return torch.cat(parts)
     if key.name in VOCABULARY:
         rows = parts[0][: model.vocab_size]
-        padding = rows.new_zeros((model.padded_vocab_size(tp) - len(rows), *rows.shape[1:]))
+        num_padding = model.padded_vocab_size(tp) - len(rows)
+        padding = rows.new_zeros((num_padding, *rows.shape[1:]))
         parts = [torch.cat([rows, padding])]
     return torch.cat([part.chunk(tp, axis)[rank] for part in parts])
 
@@ -203,7 +206,7 @@ def split_layers(
         in_proportion = round(pp * encoder / layers)
         least = max(1, pp - model.num_decoder_layers, in_proportion)
         split = min(least, pp - 1, encoder)
-        sizes = [*_stage_sizes(encoder, split), *_stage_sizes(layers - encoder, pp - split)]
+        sizes = _stage_sizes(encoder, split) + _stage_sizes(layers - encoder, pp - split)
     elif not is_t5 and len(set(sizes)) > 1:
         first = sizes[0]
         last = sizes[-1]
@@ -223,6 +226,7 @@ def _stage_sizes(num_layers: int, stages: int) -> list[int]:
     if stages == 1:
         return [num_layers]
     between = stages - 2
-    middle = min(round(num_layers / stages), (num_layers - 2) // max(1, between))
+    largest = (num_layers - 2) // max(1, between)
+    middle = min(round(num_layers / stages), largest)
     ends = num_layers - middle * between
     return [ends - ends // 2, *[middle] * between, ends // 2]

@@ -107,7 +107,8 @@ class LoRA:
                 f"lora: expected alpha > 0 and dropout < 1, got alpha={self.alpha} and dropout={self.dropout}; "
                 "correct them"
             )
-        if not self.targets or (isinstance(self.targets, str) and self.targets != ALL_LINEARS):
+        is_other_text = isinstance(self.targets, str) and self.targets != ALL_LINEARS
+        if not self.targets or is_other_text:
             raise ConfigError(
                 f"lora targets: expected names of modules as ['q_proj', 'v_proj'], or {ALL_LINEARS!r}, got "
                 f"{self.targets!r}; correct targets"
@@ -174,12 +175,14 @@ def with_adapters(model: ModelConfig, lora: LoRA) -> ModelConfig:
     Raises:
         ConfigError: If a target matches no linear layer.
     """
-    linears = {name: rule.modules for name, rule in linear_rules(rules_of(model)).items()}
+    rules = linear_rules(rules_of(model))
+    linears = {name: rule.modules for name, rule in rules.items()}
     targets = [""] if lora.targets == ALL_LINEARS else list(lora.targets)
     modules = list(itertools.chain.from_iterable(linears.values()))
     for target in targets:
         if not any(_matches(module, target) for module in modules):
-            names = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+            suffixes = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+            names = ", ".join(suffixes)
             raise ConfigError(
                 f"lora targets: expected linears of {model.family} layers, one of {names}, got {target!r}; correct it"
             )
@@ -368,7 +371,9 @@ def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
         adapted.update(itertools.compress(linears[name].modules, parts))
     others = {name for rule in rules for name in rule.modules} - adapted
     targets = {_shortest_suffix(module, others) for module in adapted}
-    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    alpha = lora.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.task),

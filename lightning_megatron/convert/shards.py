@@ -74,7 +74,8 @@ class Region:
     @property
     def unpadded(self) -> Region:
         """The region without vocabulary padding."""
-        rows = max(0, min(self.size[0], self.shape[0] - self.offset[0]))
+        left = self.shape[0] - self.offset[0]
+        rows = max(0, min(self.size[0], left))
         return replace(self, size=(rows, *self.size[1:]))
 
     @property

@@ -176,7 +176,8 @@ class DistributedSource(Source):
         target = torch.empty(box.sizes, dtype=stored.dtype)
         try:
             items = create_read_items_for_chunk_list(name, stored.location, [box])
-            if sum(math.prod(item.lengths) for item in items) != target.numel():
+            num_values = sum(math.prod(item.lengths) for item in items)
+            if num_values != target.numel():
                 raise ValueError("some of its values are in no file")
             self._reader.read_data(LoadPlan(items), _Planner(target)).wait()
         except Exception as error:  # damaged bytes can raise anything

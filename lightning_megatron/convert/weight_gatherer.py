@@ -56,7 +56,8 @@ class WeightGatherer:
             if shard.is_main_replica and include(shard.region.key)
         ]
         found: dict[Key, dict[tuple[int, ...], _Part]] = {}
-        for rank, regions in enumerate(all_gather([shard.region for shard in self._shards])):
+        own_regions = [shard.region for shard in self._shards]
+        for rank, regions in enumerate(all_gather(own_regions)):
             for index, region in enumerate(regions):
                 parts = found.setdefault(region.key, {})
                 parts.setdefault(region.offset, _Part(rank, index, region))
@@ -84,7 +85,8 @@ class WeightGatherer:
                 yield from ((name, None) for name in names if name)
                 continue
             rows = tensor if rule.order is None else tensor[torch.argsort(rule.order)]
-            for name, part in zip(names, rows.split(rule.rows or len(rows)), strict=True):
+            parts = rows.split(rule.rows or len(rows))
+            for name, part in zip(names, parts, strict=True):
                 if name:
                     values = part.t() if rule.transposed else part
                     yield name, values.contiguous()
@@ -108,7 +110,8 @@ class WeightGatherer:
 
     def _send(self, part: _Part) -> None:
         # As bytes, since gloo does not send every dtype.
-        data = self._shards[part.number].data.cpu().contiguous().view(-1).view(torch.uint8)
+        values = self._shards[part.number].data.cpu().contiguous()
+        data = values.view(-1).view(torch.uint8)
         dist.send(data, 0, group=self._group)
 
     def _receive(self, part: _Part) -> torch.Tensor:

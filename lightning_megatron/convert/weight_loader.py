@@ -107,8 +107,12 @@ class WeightLoader:
 
     def filled(self) -> list[tuple[Key, torch.Tensor]]:
         """This rank's parameters that ``fill`` writes, each after the key of its (first) tensor in the checkpoint."""
-        keyed = [(key_of(parts[0]), tensor) for tensor, parts in sharded_parameters(self._chunks)]
-        return [(key, tensor) for key, tensor in keyed if key in self._found]
+        filled = []
+        for tensor, parts in sharded_parameters(self._chunks):
+            key = key_of(parts[0])
+            if key in self._found:
+                filled.append((key, tensor))
+        return filled
 
 
 def check_overflow(
@@ -118,7 +122,9 @@ def check_overflow(
 ) -> None:
     """Raise if a finite value of ``values`` is infinite in ``rounded``."""
     # Counting costs several times as much as rounding, and hardly any weight has infinite values.
-    if not rounded.isinf().any() or rounded.isinf().sum() <= values.isinf().sum():
+    if not rounded.isinf().any():
+        return
+    if rounded.isinf().sum() <= values.isinf().sum():
         return
     dtype = str(rounded.dtype).removeprefix("torch.")
     limit = torch.finfo(rounded.dtype).max

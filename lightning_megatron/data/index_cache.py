@@ -109,8 +109,10 @@ def _index_folder(
     index_cache: str | None,
 ) -> str:
     root = index_cache or os.path.join(prefix, "cache")
-    digest = hashlib.sha256(repr((_FORMAT_VERSION, identity)).encode()).hexdigest()[:24]
-    return os.path.join(os.path.abspath(root), "-".join((*names, digest)))
+    versioned = repr((_FORMAT_VERSION, identity))
+    digest = hashlib.sha256(versioned.encode()).hexdigest()
+    name = "-".join((*names, digest[:24]))
+    return os.path.join(os.path.abspath(root), name)
 
 
 def _dataset_identity(prefix: str) -> tuple[object, ...]:

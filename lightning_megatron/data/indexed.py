@@ -180,7 +180,8 @@ def check_dataset(
         end = int(ends[-1])
     bounds = dataset.document_bounds
     # Compared, not subtracted, which may overflow: damaged bounds can be any 64-bit integers.
-    if (bounds[1:] < bounds[:-1]).any() or bounds[0] != 0 or bounds[-1] != num_sequences:
+    descends = (bounds[1:] < bounds[:-1]).any()
+    if descends or bounds[0] != 0 or bounds[-1] != num_sequences:
         raise _damaged(
             prefix,
             f"has document bounds that do not ascend from 0 to the {num_sequences} sequences",
@@ -206,7 +207,8 @@ def _read_mmap(prefix: str, files: _Files) -> _Index:
     ]
     lengths, positions, bounds = _split(prefix, index, 34, layout)
     dtype = TOKEN_TYPES[code]
-    if code == 7 and 0 < 8 * int(lengths.sum(dtype=np.int64)) == len(files[".bin"]):
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    if code == 7 and num_tokens > 0 and 8 * num_tokens == len(files[".bin"]):
         dtype = np.dtype("<f8")
     return dtype, lengths, positions, bounds
 

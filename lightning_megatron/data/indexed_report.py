@@ -24,7 +24,9 @@ def dataset_prefix(path: str) -> str | None:
     """Prefix of the dataset at ``path``, which may be the prefix or one of its files; None if there is no dataset."""
     if path.endswith((".bin", ".idx")) and os.path.isfile(path):
         return path[: -len(".bin")]
-    return path if any(os.path.isfile(path + suffix) for suffix in (".bin", ".idx")) else None
+    if os.path.isfile(f"{path}.bin") or os.path.isfile(f"{path}.idx"):
+        return path
+    return None
 
 
 def describe_dataset(

@@ -69,7 +69,9 @@ class IndexedDatasetWriter:
         self._bin.write(tokens)
         sizes = np.asarray(lengths, np.intc)
         self._lengths.frombytes(sizes.tobytes())
-        counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, np.intc)
+        counts = np.ones_like(sizes)
+        if sequences is not None:
+            counts = np.asarray(sequences, np.intc)
         self.counts.frombytes(counts.tobytes())
 
     def complete(self) -> None:

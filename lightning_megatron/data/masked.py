@@ -255,7 +255,8 @@ class MaskedObjective(Objective):
                 " weight or weight 0, or preprocess such documents with --split-sentences"
             )
         if warns:
-            single = dataset.lengths[bounds[:-1][num_sentences == 1]].astype(np.int64)
+            of_one_sentence = bounds[:-1][num_sentences == 1]
+            single = dataset.lengths[of_one_sentence].astype(np.int64)
             num_lost = int(np.maximum(single - self.max_tokens, 0).sum())
             self._warn(part, skipped, num_lost / num_tokens)
         return build_mapping(  # type: ignore[no-any-return]

@@ -150,13 +150,11 @@ def _trim(
 
     One draw per token, as in the engine's loop; of two equally long segments the second is trimmed.
     """
-    bounds = [[segment.start, segment.stop] for segment in segments]
-    first, second = bounds
-    excess = max(0, first[1] - first[0] + second[1] - second[0] - target)
+    begins = [segment.start for segment in segments]
+    lengths = [segment.stop - segment.start for segment in segments]
+    excess = max(0, sum(lengths) - target)
     for at_front in (state.random_sample(excess) < 0.5).tolist():
-        trimmed = first if first[1] - first[0] > second[1] - second[0] else second
-        if at_front:
-            trimmed[0] += 1
-        else:
-            trimmed[1] -= 1
-    return [slice(begin, end) for begin, end in bounds]
+        trimmed = 0 if lengths[0] > lengths[1] else 1
+        lengths[trimmed] -= 1
+        begins[trimmed] += at_front
+    return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]

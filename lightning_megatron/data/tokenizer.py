@@ -95,7 +95,9 @@ def _check_counts(folder: Path) -> None:
     """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         try:
-            nodes = [json.loads(file.read_bytes())] if file.is_file() else []
+            nodes = []
+            if file.is_file():
+                nodes.append(json.loads(file.read_bytes()))
         except (OSError, ValueError, RecursionError):
             continue  # reported when transformers reads it
         while nodes:
@@ -160,4 +162,7 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0].rstrip(".")

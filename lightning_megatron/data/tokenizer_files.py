@@ -73,7 +73,7 @@ class _Lengths:
 
     def widest(self) -> float:
         """Final length of any character."""
-        return max(self.other, *self.of.values()) if self.of else self.other
+        return max([self.other, *self.of.values()])
 
     def become(self, length: float) -> None:
         """Set the length of all characters."""
