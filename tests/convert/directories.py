@@ -74,7 +74,7 @@ def save_pickled(
     weight_map: dict[str, str] = {}
     for i in range(3):
         file = f"pytorch_model-{i + 1:05}-of-00003.bin"
-        part = {name: tensor for n, (name, tensor) in enumerate(tensors.items()) if n % 3 == i}
+        part = {name: tensors[name] for name in list(tensors)[i::3]}
         torch.save(part, directory / file)
         weight_map |= dict.fromkeys(part, file)
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))

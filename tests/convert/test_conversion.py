@@ -202,7 +202,8 @@ def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
         "generation_config.json",
         "chat_template.jinja",
     }
-    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
+    for name in names:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
 
     save_word_tokenizer(tmp_path / "small", 40)
     save_word_tokenizer(tmp_path / "large", 84)

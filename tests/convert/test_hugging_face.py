@@ -388,9 +388,8 @@ def test_killed_save_changes_no_final_file(tmp_path: Path) -> None:
         with pytest.raises(RankError, match="died without a result"):
             _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
     assert not (tmp_path / "new").exists()
-    assert {
-        file.name: file.read_bytes() for file in (tmp_path / "old").iterdir() if file.is_file()
-    } == before
+    files = [file for file in (tmp_path / "old").iterdir() if file.is_file()]
+    assert {file.name: file.read_bytes() for file in files} == before
     _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
 

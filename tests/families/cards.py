@@ -70,9 +70,12 @@ def models() -> dict[str, Callable[[], tuple[Any, Rows]]]:
     head, _, bert_rows = next(iter(BERTS.values()))
     gpts = {name: (lambda name=name: (gpt_model(name, {}), sentences())) for name in FAMILIES}
     others = {"t5": lambda: (t5(), t5_rows), "mt5": lambda: (mt5(), t5_rows)}
-    return dict(
-        sorted({**gpts, **others, "megatron-bert": lambda: (bert_model(*head), bert_rows)}.items())
-    )
+    found = {
+        **gpts,
+        **others,
+        "megatron-bert": lambda: (bert_model(*head), bert_rows),
+    }
+    return dict(sorted(found.items()))
 
 
 def description(hf_model: Any) -> str:
@@ -105,9 +108,9 @@ def _digest(model: ModelConfig) -> str:
         )
         for rule in rules_of(model)
     ]
-    return hashlib.sha256(repr((sorted(_not_default(model).items()), rules)).encode()).hexdigest()[
-        :8
-    ]
+    described = (sorted(_not_default(model).items()), rules)
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()
+    return digest[:8]
 
 
 def _texts(family: str) -> str:

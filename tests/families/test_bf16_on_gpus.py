@@ -40,10 +40,18 @@ _TIMES_HUGGING_FACE = 2.0
 _ROWS = padded_sentences((96, 60, 25, 75), seq_length=96)
 _HIDDEN = 256
 _WIDE = {
-    **dict.fromkeys(("n_embd", "hidden_size", "d_model", "word_embed_proj_dim"), _HIDDEN),
-    **dict.fromkeys(("n_inner", "intermediate_size", "d_ff", "ffn_dim"), 2 * _HIDDEN),
-    **dict.fromkeys(("n_positions", "max_position_embeddings"), 96),
-    **dict.fromkeys(("head_dim", "d_kv"), 64),
+    "n_embd": _HIDDEN,
+    "hidden_size": _HIDDEN,
+    "d_model": _HIDDEN,
+    "word_embed_proj_dim": _HIDDEN,
+    "n_inner": 2 * _HIDDEN,
+    "intermediate_size": 2 * _HIDDEN,
+    "d_ff": 2 * _HIDDEN,
+    "ffn_dim": 2 * _HIDDEN,
+    "n_positions": 96,
+    "max_position_embeddings": 96,
+    "head_dim": 64,
+    "d_kv": 64,
     "sliding_window": 20,
 }
 """Sizes wide enough for GPU kernels."""
@@ -82,10 +90,8 @@ def _flat(
 ) -> dict[str, torch.Tensor]:
     """Return logits at real positions and all gradients, flattened."""
     real = logits[..., : model.config.vocab_size][real_positions(model, _ROWS)]
-    return {
-        "logits": real,
-        "gradients": torch.cat([gradients[name].float().flatten() for name in sorted(gradients)]),
-    }
+    flat = [gradients[name].float().flatten() for name in sorted(gradients)]
+    return {"logits": real, "gradients": torch.cat(flat)}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +107,8 @@ def _flat(
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None:
-    (exact,), (theirs,) = (
-        run_ranks(_hugging_face, 1, name, dtype) for dtype in ("float32", "bfloat16")
-    )
+    (exact,) = run_ranks(_hugging_face, 1, name, "float32")
+    (theirs,) = run_ranks(_hugging_face, 1, name, "bfloat16")
     model = wide_model(name)
     case = Case(layout=layout, steps=1, accelerator="gpu", precision="bf16-mixed")
     with tempfile.TemporaryDirectory() as directory:
@@ -115,27 +120,18 @@ def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None
             case,
             _ROWS,
         )
-    last = sorted((x for x in results if x.outputs and x.cp_rank == 0), key=lambda x: x.tp_rank)
-    ours = _flat(
-        model,
-        torch.cat(
-            [result.outputs[0] for result in last],
-            dim=-1,
-        ),
-        results[0].gradients,
-    )
-    right, other = (
-        _flat(
-            model,
-            reference.outputs[0],
-            reference.gradients,
+    last = [result for result in results if result.outputs and result.cp_rank == 0]
+    last.sort(key=lambda result: result.tp_rank)
+    logits = torch.cat([result.outputs[0] for result in last], dim=-1)
+    ours = _flat(model, logits, results[0].gradients)
+    right = _flat(model, exact.outputs[0], exact.gradients)
+    other = _flat(model, theirs.outputs[0], theirs.gradients)
+    errors = {}
+    for key, expected in right.items():
+        errors[key] = (
+            relative_error(ours[key], expected),
+            relative_error(other[key], expected),
         )
-        for reference in (exact, theirs)
-    )
-    errors = {
-        key: (relative_error(ours[key], right[key]), relative_error(other[key], right[key]))
-        for key in ours
-    }
     line = ", ".join(
         f"{key}: ours {a:.2e}, Hugging Face's bf16 {b:.2e}" for key, (a, b) in errors.items()
     )

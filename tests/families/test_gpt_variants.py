@@ -99,7 +99,8 @@ def test_every_combination_equals_one_process_and_differs_from_others(model: str
     for rank in run_ranks(_combination_losses, 4, model, FOUR_RANKS):
         for combination, losses in rank.items():
             assert losses == pytest.approx(expected[combination], rel=5e-6), combination
-    assert len({losses[0] for losses in expected.values()}) == len(POSITIONS) * len(HEADS)
+    first_losses = {losses[0] for losses in expected.values()}
+    assert len(first_losses) == len(POSITIONS) * len(HEADS)
 
 
 def _combination_losses(model: str, layout: Layout) -> dict[tuple[str, str], list[float]]:

@@ -45,7 +45,8 @@ def bert_model(
         type_vocab_size=TOKEN_TYPES,
         pad_token_id=PAD,
         layer_norm_eps=1e-3,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
         num_labels=num_labels,
         problem_type=problem_type,
     )
@@ -55,13 +56,20 @@ def bert_model(
 def _sentences(**labels: torch.Tensor) -> Rows:
     """Padded rows with token types; the padding token occurs at real positions as well."""
     generator = torch.Generator().manual_seed(5)
-    shape = (len(LENGTHS), max(LENGTHS))
-    mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
-    tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator).masked_fill(mask == 0, PAD)
+    num_rows = len(LENGTHS)
+    length = max(LENGTHS)
+    is_real = torch.arange(length) < torch.tensor(LENGTHS)[:, None]
+    tokens = torch.randint(0, VOCAB_SIZE, (num_rows, length), generator=generator)
+    tokens[~is_real] = PAD
     tokens[:, 2] = PAD
-    types = torch.randint(0, TOKEN_TYPES, shape, generator=generator)
-    batch = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types, **labels}
-    return [{name: tensor[row] for name, tensor in batch.items()} for row in range(shape[0])]
+    types = torch.randint(0, TOKEN_TYPES, (num_rows, length), generator=generator)
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": is_real.long(),
+        "token_type_ids": types,
+        **labels,
+    }
+    return [{name: tensor[row] for name, tensor in batch.items()} for row in range(num_rows)]
 
 
 def _labels_of_tokens(limit: int) -> torch.Tensor:
@@ -177,7 +185,8 @@ def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str
     )
     loader: DataLoader[Any] = DataLoader(rows * case.steps, batch_size=len(rows) // case.layout.dp)  # type: ignore[arg-type]
     outcome = train_module(module, case, loader)
-    return outcome, {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+    metrics = module.trainer.callback_metrics
+    return outcome, {name: float(value) for name, value in metrics.items()}
 
 
 def test_pretraining_without_binary_head_trains_tokens_only() -> None:
@@ -230,7 +239,8 @@ def _validate(
 
 @pytest.mark.parametrize("task", ["pretraining", "sequence_classification"])
 def test_indivisible_rows_have_metrics_of_one_process(task: str) -> None:
-    rows = ((_pretraining_rows() if task == "pretraining" else _sentences(labels=CLASSES)) * 2)[:7]
+    rows = _pretraining_rows() if task == "pretraining" else _sentences(labels=CLASSES)
+    rows = (rows * 2)[:7]
     (expected,) = run_ranks(
         _validate,
         1,
@@ -241,7 +251,7 @@ def test_indivisible_rows_have_metrics_of_one_process(task: str) -> None:
     )
     layout = Layout(pp=2, dp=2, num_microbatches=2)
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")
-    assert ranks == [{name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}] * 4
+    assert ranks == [pytest.approx(expected, rel=1e-5)] * 4
     if task == "pretraining":
         # 8 bits of precision: errors of about 1 % of the logits.
         for rank in run_ranks(_validate, 4, FOUR_RANKS, rows, task, "bf16-mixed"):

@@ -32,17 +32,11 @@ def _pairs(
     generator = torch.Generator().manual_seed(5)
     rows = []
     for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
-        tokens, labels = (
-            torch.randint(
-                2,
-                VOCAB_SIZE,
-                (size,),
-                generator=generator,
-            )
-            for size in (16, num_targets)
-        )
+        tokens = torch.randint(2, VOCAB_SIZE, (16,), generator=generator)
+        labels = torch.randint(2, VOCAB_SIZE, (num_targets,), generator=generator)
         mask = torch.zeros(16, dtype=torch.long)
-        mask[slice(None, length) if side == "right" else slice(-length, None)] = 1
+        real = slice(None, length) if side == "right" else slice(-length, None)
+        mask[real] = 1
         is_target = torch.arange(num_targets) < target_length
         row = {
             "input_ids": tokens,

@@ -45,9 +45,8 @@ def _read(
 
 
 def _lines(number: int) -> bytes:
-    return b"".join(
-        json.dumps({"text": f"{i} " * (i % 40), "id": i}).encode() + b"\n" for i in range(number)
-    )
+    records = [{"text": f"{i} " * (i % 40), "id": i} for i in range(number)]
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
 def _write_table(path: Path, columns: dict[str, Any]) -> None:
@@ -118,9 +117,8 @@ def test_parquet_is_read_in_batches_smaller_than_row_groups(tmp_path: Path) -> N
         )
     )
     rows = [row for piece in pieces for row in piece.rows]
-    assert rows == [
-        {"text": text, "title": title} for text, title in zip(texts, texts[::-1], strict=True)
-    ]
+    pairs = zip(texts, texts[::-1], strict=True)
+    assert rows == [{"text": text, "title": title} for text, title in pairs]
     assert len(pieces) > 5
     assert sum(piece.num_bytes for piece in pieces) == (tmp_path / "x.parquet").stat().st_size
 
@@ -224,10 +222,9 @@ def test_piece_size_does_not_change_documents(
         else:
             data = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
             # Two concatenated gzip members or zstd frames, split in the middle of a line.
-            packed = b"".join(
-                COMPRESS[compression](part)
-                for part in (data[: len(data) // 2], data[len(data) // 2 :])
-            )
+            compress = COMPRESS[compression]
+            middle = len(data) // 2
+            packed = compress(data[:middle]) + compress(data[middle:])
             (folder / f"{number}.jsonl{compression}").write_bytes(packed)
             expected += [(text,) for text in content]
 

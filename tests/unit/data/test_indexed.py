@@ -260,10 +260,10 @@ def test_merged_files_equal_megatrons(
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     monkeypatch.setattr(indexed_writer, "PIECE_TOKENS", 2)
-    inputs = [
-        build(tmp_path / str(n), each, dtype) for n, each in enumerate((FIRST, SECOND, THIRD))
-    ]
-    inputs.append(inputs[0])  # the same dataset twice
+    first = build(tmp_path / "0", FIRST, dtype)
+    second = build(tmp_path / "1", SECOND, dtype)
+    third = build(tmp_path / "2", THIRD, dtype)
+    inputs = [first, second, third, first]
     builder = IndexedDatasetBuilder(
         str(tmp_path / "theirs.bin"),
         dtype=np.dtype(dtype).type,

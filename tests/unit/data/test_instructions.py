@@ -74,7 +74,8 @@ def _parts(
     """Runs of tokens with the same loss mask: whether they are targets, and their text."""
     tokens, is_answer = instructions.sample(index)
     cuts = np.flatnonzero(np.diff(is_answer)) + 1
-    parts = zip(np.split(is_answer, cuts), np.split(tokens, cuts), strict=True)
+    masks = np.split(is_answer, cuts)
+    parts = zip(masks, np.split(tokens, cuts), strict=True)
     return [
         (bool(mask[0]), tokenizer.decode(part, clean_up_tokenization_spaces=False))
         for mask, part in parts
@@ -329,7 +330,8 @@ def test_packing_is_best_fit_decreasing(lengths: list[int], seed: int) -> None:
         CAPACITY,
         seed,
     )
-    rows = [part.tolist() for part in np.split(members, starts[1:-1])][: len(starts) - 1]
+    parts = np.split(members, starts[1:-1])
+    rows = [part.tolist() for part in parts][: len(starts) - 1]
 
     assert sorted(member for row in rows for member in row) == list(range(len(lengths)))
     # The order of equally full rows is free; it changes neither the number of rows nor their fill.

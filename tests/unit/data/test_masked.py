@@ -119,7 +119,8 @@ def test_every_field_of_every_sample_equals_megatrons(
     ours = opened(objective, part)
 
     assert len(ours) == len(theirs) >= 150
-    rows = {name: tensor.numpy() for name, tensor in ours.rows(range(len(ours))).items()}
+    tensors = ours.rows(range(len(ours)))
+    rows = {name: tensor.numpy() for name, tensor in tensors.items()}
     for index in range(len(theirs)):
         expected = theirs[index]
         row = {name: array[index] for name, array in rows.items()}
@@ -163,10 +164,10 @@ def test_whole_words_are_masked_with_other_word_marks(tmp_path: Path) -> None:
         rows["input_ids"],
         rows["labels"],
     ).numpy()
+    is_masked = (rows["labels"] != -100).numpy()
+    lengths = rows["attention_mask"].sum(1)
     differences = []
-    for text, masked, used in zip(
-        texts, (rows["labels"] != -100).numpy(), rows["attention_mask"].sum(1), strict=True
-    ):
+    for text, masked, used in zip(texts, is_masked, lengths, strict=True):
         for position in range(2, int(used)):
             if text[position - 1] >= begin and text[position] == begin:
                 differences.append(masked[position] != masked[position - 1])

@@ -109,10 +109,10 @@ def test_number_of_workers_does_not_change_the_output(
     )
     outputs = []
     for workers in (1, 2, 3):
-        prefix = _run(
-            tmp_path, tokenizer, workers=workers, output_prefix=tmp_path / f"w{workers}"
-        ).prefixes[0]
-        outputs.append([Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")])
+        output_prefix = tmp_path / f"w{workers}"
+        result = _run(tmp_path, tokenizer, workers=workers, output_prefix=output_prefix)
+        (prefix,) = result.prefixes
+        outputs.append((Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()))
 
     assert outputs[0] == outputs[1] == outputs[2]
 
@@ -126,9 +126,8 @@ def test_document_numbers_match_across_keys_and_output_is_not_overwritten(
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))
     encode = load_tokenizer(tokenizer).encode
-    for prefix, texts in zip(
-        result.prefixes, (["", "two", "", "five"], ["one", "", "", "three four"]), strict=True
-    ):
+    titles_and_texts = (["", "two", "", "five"], ["one", "", "", "three four"])
+    for prefix, texts in zip(result.prefixes, titles_and_texts, strict=True):
         assert _documents(prefix) == [encode(text) for text in texts]
         assert check_dataset(prefix).lengths.all()  # a document without tokens has no sequence
     assert (result.documents, result.empty_documents) == (4, 4)

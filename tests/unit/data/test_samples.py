@@ -85,7 +85,9 @@ def test_rows_equal_megatrons(
     drop: bool,
 ) -> None:
     # Megatron fails if it keeps a partial sample and the last document of its order is empty.
-    lengths = [*(length if drop else max(1, length) for length in lengths), seq_length + 1]
+    if not drop:
+        lengths = [max(1, length) for length in lengths]
+    lengths = [*lengths, seq_length + 1]
     prefix = tmp_path_factory.mktemp("rows") / "a"
     _write(prefix, lengths)
     options = {"drop_last_partial_validation_sequence": drop}
@@ -212,8 +214,10 @@ def test_blend_equals_megatrons(
     tmp_path: Path, weights: tuple[float, ...] | None, num_samples: int | None
 ) -> None:
     parts = _parts(tmp_path, "abc", weights, num_samples=num_samples)
-    for seed, (part, num_documents) in enumerate(zip(parts, (50, 25, 120), strict=True)):
-        write_corpus(Path(part.prefix), num_documents, seed=seed)
+    first, second, third = (Path(part.prefix) for part in parts)
+    write_corpus(first, 50, seed=0)
+    write_corpus(second, 25, seed=1)
+    write_corpus(third, 120, seed=2)
     samples = open_samples(GPT, parts, str(tmp_path / "cache"))
     assert len(samples) >= (num_samples or 1)
     blend = [part.prefix for part in parts], weights and list(weights)
@@ -239,11 +243,13 @@ def test_blend_takes_no_more_samples_than_exist(
     if num_samples is None:
         assert not blend.part_samples.any()
         # One more sample of the blend would exhaust some dataset.
-        assert (np.array(weights) / sum(weights) * (size + 1) > np.array(counts) - 1e-6).any()
+        shares = np.array(weights) / sum(weights)
+        assert (shares * (size + 1) > np.array(counts) - 1e-6).any()
     else:
         assert size >= num_samples
     taken = np.bincount(blend.dataset_index, minlength=len(datasets))
-    assert (taken <= np.where(blend.part_samples > 0, blend.part_samples, counts)).all()
+    available = np.where(blend.part_samples > 0, blend.part_samples, counts)
+    assert (taken <= available).all()
     for number, count in enumerate(taken):
         assert np.array_equal(blend.sample_index[blend.dataset_index == number], np.arange(count))
 
@@ -280,8 +286,10 @@ def test_split_bounds_equal_megatrons(weights: list[float], num_sequences: int) 
     text = ",".join(np.format_float_positional(weight) for weight in weights)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(canonical_split(text)))
     for name, bounds in zip(SPLIT_NAMES, matrix, strict=True):
+        begin, end = bounds or (0.0, 0.0)
         expected = range(
-            *(int(round(bound * float(num_sequences))) for bound in bounds or (0.0, 0.0))
+            int(round(begin * float(num_sequences))),
+            int(round(end * float(num_sequences))),
         )
         assert split_ranges(text, num_sequences)[name] == expected
 

@@ -1,5 +1,6 @@
 """Tokenizers: lossless training, special tokens, word starts; broken directories are refused."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,8 @@ def test_word_starts_of_word_pieces_equal_transformers() -> None:
     tokenizer = _word_piece()
     word_ids = tokenizer(WORDS, add_special_tokens=False).word_ids()
     tokens = tokenizer.encode(WORDS, add_special_tokens=False)
-    starts = [True, *(now != before for before, now in zip(word_ids, word_ids[1:], strict=False))]
+    starts = [True]
+    starts += [now != before for before, now in itertools.pairwise(word_ids)]
     assert TokenizerFacts.of(tokenizer, "test").begins_word[tokens].tolist() == starts
     assert starts.count(False) > 10
 
