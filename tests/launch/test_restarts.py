@@ -58,7 +58,7 @@ def _wait_for_another_rank() -> str:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     from lightning_megatron.errors import ConfigError
-    from lightning_megatron.run.launch import connect_ranks
+    from lightning_megatron.run.rendezvous import connect_ranks
 
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
     limit = timedelta(seconds=2)
