@@ -203,7 +203,8 @@ FILES = {
     "": ":1: expected keys and values, got nothing",
     _ALIASES: f": {_MANY}",
     "trainer: &a {logger: *a}": f": {_MANY}",
-    f"trainer: {'[' * 5000}{']' * 5000}": f": {_MANY}",
+    # Newer libraries of YAML have a limit of their own, from 1,000 on.
+    f"trainer: {'[' * 500}{']' * 500}": f": {_MANY}",
     f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
     "trainer: \xff": " is not UTF-8 text",
     **dict.fromkeys(
