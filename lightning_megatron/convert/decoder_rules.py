@@ -144,8 +144,9 @@ def stack_rules(
     if model.has_mlp_norm:
         rules += norm(mlp + "linear_fc1.layer_norm_", hf + names.mlp_norm, model)
     if model.qk_layernorm:
-        rules += norm(attention + "q_layernorm.", hf + names.q_norm, model)
-        rules += norm(attention + "k_layernorm.", hf + names.k_norm, model)
+        kind = "rotated_" if model.qk_layernorm_after_rotary else ""
+        rules += norm(f"{attention}{kind}q_layernorm.", hf + names.q_norm, model)
+        rules += norm(f"{attention}{kind}k_layernorm.", hf + names.k_norm, model)
     if model.post_norms:
         after_attention = hf + names.post_attention_norm
         rules += norm(attention + "linear_proj.post_layernorm.", after_attention, model)

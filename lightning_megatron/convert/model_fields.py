@@ -27,7 +27,7 @@ _FIELD_NAMES = {
     "vocab_size": "vocab_size",
     "num_tokentypes": "type_vocab_size",
     "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon",
+    "layernorm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
     "activation": "hidden_act activation_function activation",
     "add_qkv_bias": "attention_bias use_qkv_bias qkv_bias use_bias enable_bias bias",
     "add_attention_output_bias": "attention_bias",
@@ -71,6 +71,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu_squared",
     "silu": "silu",
     "swish": "silu",
 }

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError, require_choice, require_divides, require_number
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
 Architecture = Literal["gpt", "bert", "t5"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
 Positions: TypeAlias = Literal["absolute", "rotary", "alibi"]
@@ -179,6 +179,8 @@ class ModelConfig:
     """Whether each head's queries and keys are normalized before the rotary embedding (Qwen 3)."""
     qk_layernorm_of_all_heads: bool = False
     """For ``qk_layernorm``: whether one norm spans all heads (OLMo 2), instead of each head."""
+    qk_layernorm_after_rotary: bool = False
+    """For ``qk_layernorm``: whether the norms come after the rotary embedding (Hunyuan)."""
     embedding_layernorm: bool = False
     """Whether the embeddings are normalized (Bloom)."""
     parallel_attention: bool = False

@@ -152,7 +152,9 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
         params["uses_second_angles"] = model.has_window(layer)
         params["factor"] = factor
     q_norm = k_norm = None
-    if model.qk_layernorm:
+    if model.qk_layernorm_after_rotary:
+        module = NormAfterRotaryAttention
+    elif model.qk_layernorm:
         q_norm = _head_norm(model, model.num_attention_heads)
         k_norm = _head_norm(model, model.num_query_groups)
     return ModuleSpec(
@@ -396,6 +398,30 @@ class PartialRotaryAttention(SelfAttention):
         rotated = x[..., : self.rotary_width]
         unrotated = x[..., self.rotary_width :] / self.factor
         return torch.cat((rotated, unrotated), dim=-1)
+
+
+class NormAfterRotaryAttention(SelfAttention):
+    """Self-attention that normalizes each head's queries and keys after the rotary embedding (Hunyuan).
+
+    Attributes:
+        rotated_q_layernorm: Norm of queries.
+        rotated_k_layernorm: Norm of keys. Megatron sums the gradients of both over tp, by the ends of their names.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the attention; arguments are Megatron-Core's."""
+        super().__init__(*args, **kwargs)
+        width = self.hidden_size_per_attention_head
+        epsilon = self.config.layernorm_epsilon
+        self.rotated_q_layernorm = Norm(self.config, width, epsilon)
+        self.rotated_k_layernorm = Norm(self.config, width, epsilon)
+        # Before the exchange of context parallelism, and before keys are cached in generation.
+        self.core_attention.register_forward_pre_hook(self._normalize)
+
+    def _normalize(self, core_attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Normalize queries, [sq, b, np, hn], and keys, [sk, b, ng, hn], of the core attention's inputs."""
+        query, key, *rest = inputs
+        return (self.rotated_q_layernorm(query), self.rotated_k_layernorm(key), *rest)
 
 
 class BiasedTransformerLayer(TransformerLayer):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 
 from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, build_config
@@ -22,6 +23,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu_squared": squared_relu,
     "silu": F.silu,
 }
 

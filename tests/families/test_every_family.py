@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.convert.registry import known_families
 from lightning_megatron.models.t5_layout import t5_layout
 from lightning_megatron.planning.parameters import rank_parameters
-from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, models, page
+from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, lines_of_page, models, page
 from tests.families.parity import FOUR_RANKS, check_family, padded_sentences
 from tests.families.test_gpts import CONFIGS
 from tests.parity.training import MODELS, Case, Layout, trainer_of
@@ -21,20 +21,16 @@ _LARGEST = (2e-5,) * len(LAYOUTS) + (2e-6, 2e-5)
 """Tolerances of tests/families/parity.py."""
 
 
-def _lines() -> list[str]:
-    return [line for line in PAGE.read_text().splitlines() if "bit-equal" in line]
-
-
 def _cells() -> dict[str, list[str]]:
     cells = {}
-    for line in _lines():
-        family, *row = (cell.strip() for cell in line.strip("|").split(" | "))
+    for family, line in lines_of_page().items():
+        _, *row = (cell.strip() for cell in line.strip("|").split(" | "))
         cells[family] = row
     return cells
 
 
 def test_page_matches_registry_and_has_every_family() -> None:
-    assert PAGE.read_text() == page(_lines()), _COMMAND
+    assert PAGE.read_text() == page(lines_of_page().values()), _COMMAND
     assert set(_cells()) == set(models()) == set(known_families()) - ELSEWHERE, _COMMAND
 
 

@@ -35,6 +35,9 @@ _FALCON = {
     "max_position_embeddings": 24,
 }
 _GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
+_NO_DROPOUT_OF_SEED = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+_NEMOTRON = {name: value for name, value in LIKE_LLAMA.items() if name != "rms_norm_eps"}
+_WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 _MULTIPLIERS = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -75,6 +78,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {**LIKE_LLAMA, "logit_scale": 0.25}),
     "glm": ("Glm", {**LIKE_LLAMA, "head_dim": 12, "pad_token_id": 0}),
     "glm4": ("Glm4", {**LIKE_LLAMA, "head_dim": 12, "pad_token_id": 0}),
+    "exaone4": ("Exaone4", {**LIKE_LLAMA, "sliding_window": 5, "sliding_window_pattern": 2}),
+    "seed_oss": ("SeedOss", {**LIKE_LLAMA, **_NO_DROPOUT_OF_SEED, "head_dim": 12}),
+    "ministral": (
+        "Ministral",
+        {**LIKE_LLAMA, "head_dim": 10, "sliding_window": 5, "layer_types": _WINDOW_TYPES},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1",
+        {**LIKE_LLAMA, "head_dim": 12, **_rope("dynamic", alpha=50.0, factor=1.0)},
+    ),
+    "ernie4_5": ("Ernie4_5", {**LIKE_LLAMA, "head_dim": 10}),
+    "nemotron": ("Nemotron", {**_NEMOTRON, "head_dim": 12}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
@@ -142,7 +157,6 @@ _CP_TP = replace(_GATHER, tp=2, sequence_parallel=True)
 _CP_PP = replace(_A2A, pp=2, num_microbatches=2)
 _CP4 = Layout(cp=4)
 """More ranks than the two key/value heads: keys and values are all-gathered."""
-_WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 _NEWER = {
     "gemma": "right",
@@ -159,9 +173,15 @@ _NEWER = {
     "cohere": "right",
     "glm": "left",
     "glm4": "right",
+    "exaone4": "left",
+    "seed_oss": "right",
+    "ministral": "left",
+    "hunyuan_v1_dense": "right",
+    "ernie4_5": "left",
+    "nemotron": "right",
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
-_SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt")
+_SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt", "hunyuan_v1_dense", "nemotron")
 """Those of ``_NEWER`` whose special parts depend on the layout."""
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
 _PHI4 = {
@@ -310,7 +330,7 @@ def test_parameter_count_equals_hugging_face(name: str) -> None:
 
 
 IGNORED_FIELDS: dict[str, str] = {
-    "is about generation": "use_cache bos_token_id eos_token_id keys_to_ignore_at_inference",
+    "is about generation": "use_cache bos_token_id eos_token_id eod_token_id keys_to_ignore_at_inference",
     "is given by the attention mask; see Family in convert/family.py": "pad_token_id",
     "is about names": "attribute_map",
     "is for unsupported heads": (
@@ -321,7 +341,8 @@ IGNORED_FIELDS: dict[str, str] = {
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
     ),
     "is contained in sliding_window, layer_types, no_rope_layers or rope_parameters": (
-        "use_sliding_window max_window_layers no_rope_layer_interval original_max_position_embeddings"
+        "use_sliding_window max_window_layers no_rope_layer_interval original_max_position_embeddings "
+        "sliding_window_pattern"
     ),
     "is used only by families that read or refuse it": "embd_pdrop is_decoder",
     "is read if another field requires it": "pretraining_tp num_kv_heads num_ln_in_parallel_attn",

@@ -1,4 +1,4 @@
-"""Decoders with LayerNorm: GPT-2, GPT-BigCode, Bloom, Falcon, GPT-NeoX, StableLM, StarCoder 2, Cohere and OPT.
+"""Decoders with LayerNorm: GPT-2, GPT-BigCode, Bloom, Falcon, GPT-NeoX, StableLM, StarCoder 2, Cohere, Nemotron, OPT.
 
 GPT-2 (Radford et al. 2019): learned absolute positions, a tied output layer. GPT-BigCode (Allal et al. 2023,
 SantaCoder; Li et al. 2023, StarCoder): multi-query attention. Bloom (Le Scao et al. 2022): ALiBi, and a LayerNorm
@@ -7,7 +7,8 @@ or ALiBi. GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): parall
 on a quarter of each head. StableLM (Bellagente et al. 2024): the same rotary share, gated MLP. StarCoder 2 (Lozhkov et
 al. 2024): Llama's attention with biases and sliding windows. Command R (Cohere 2024): parallel attention and gated MLP
 with one shared norm without bias, interleaved rotary embeddings. OPT (Zhang et al. 2022): GPT-2 with ReLU, positions
-start at row 2.
+start at row 2. Nemotron (Parmar et al. 2024, arXiv 2402.16819): LayerNorms multiply by 1 + weight, squared ReLU,
+rotary embeddings on half of each head.
 """
 
 from __future__ import annotations
@@ -223,6 +224,13 @@ FAMILIES = (
             "rotary_interleaved": True,
         },
         required={"use_qk_norm": (False, None)},
+    ),
+    Family(
+        name="nemotron",
+        architectures=causal_lm("Nemotron"),
+        defaults={"zero_centered_norms": True},
+        names=DecoderNames(fc1=("mlp.up_proj",)),
+        partial_rotary=True,
     ),
     Family(
         name="opt",

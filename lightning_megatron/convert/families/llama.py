@@ -4,7 +4,11 @@ Llama (Touvron et al. 2023; Grattafiori et al. 2024). Mistral (Jiang et al. 2023
 2.5 (Yang et al. 2024): biases on queries, keys and values, and sliding windows in the later layers. Qwen 3 (Yang et al.
 2025): QK norm per head, and any head_dim. Granite 3 (IBM 2024): multipliers of embeddings, scores, residuals and
 logits. SmolLM 3 (Bakouch et al. 2025): no rotary embeddings in every fourth layer. OLMo 2 (Walsh et al. 2024): norms
-after blocks instead of before, and QK norm over all heads. Phi-3 and Phi-4 (Abdin et al. 2024): fused QKV and gate-up
+after blocks instead of before, and QK norm over all heads. EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): the same
+norms, QK norm per head, and sliding windows in three of four layers, which alone have rotary embeddings. Seed-OSS
+(ByteDance 2025): biases on queries, keys and values. Ministral (Mistral AI 2024): windows by ``layer_types``. Hunyuan
+(Tencent 2025): QK norm after the rotary embedding, whose base is stretched once. ERNIE 4.5 (Baidu 2025): interleaved
+rotary embeddings. Phi-3 and Phi-4 (Abdin et al. 2024): fused QKV and gate-up
 matrices. GLM-4 (GLM Team 2024): interleaved rotary embeddings on half of each head; the version of 2025 also has norms
 after blocks.
 
@@ -26,7 +30,7 @@ from typing import Any
 
 from lightning_megatron.convert.decoder_rules import DecoderNames
 from lightning_megatron.convert.family import Family, causal_lm
-from lightning_megatron.convert.model_fields import LLAMA, Fields, activation
+from lightning_megatron.convert.model_fields import LLAMA, Fields, activation, head_dim
 from lightning_megatron.convert.rope import read_rope
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Experts
@@ -40,6 +44,29 @@ def _smollm3(hf: Any) -> Fields:
     # transformers' masks use the windows of layer_types and ignore use_sliding_window.
     layers = range(hf.num_hidden_layers)
     return {"no_rope_layers": tuple(layer for layer in layers if not hf.no_rope_layers[layer])}
+
+
+def _exaone4(hf: Any) -> Fields:
+    if hf.sliding_window is None:
+        return {}
+    kinds = enumerate(hf.layer_types)
+    return {"no_rope_layers": tuple(layer for layer, kind in kinds if kind == "full_attention")}
+
+
+def _seed_oss(hf: Any) -> Fields:
+    return {"add_attention_output_bias": hf.attention_out_bias}
+
+
+def _hunyuan(hf: Any) -> Fields:
+    rope = dict(hf.rope_parameters or {})
+    kind = rope.get("rope_type", rope.get("type"))
+    alpha = rope.get("alpha")
+    if kind != "dynamic" or not alpha:
+        return {}
+    # With alpha the published files say "dynamic", but mean a fixed base, which the length does not change.
+    width = head_dim(hf)
+    base = float(rope.get("rope_theta", 10000.0)) * float(alpha) ** (width / (width - 2))
+    return {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": None}
 
 
 def _phi3(hf: Any) -> Fields:
@@ -170,6 +197,38 @@ FAMILIES = (
         name="olmo2",
         architectures=causal_lm("Olmo2"),
         defaults={**LLAMA, **_FULL_QK_NORM, "pre_norms": False, "post_norms": True},
+    ),
+    Family(
+        name="exaone4",
+        architectures=causal_lm("Exaone4"),
+        defaults={**LLAMA, "qk_layernorm": True, "pre_norms": False, "post_norms": True},
+        custom_fields=_exaone4,
+    ),
+    Family(
+        name="seed_oss",
+        architectures=causal_lm("SeedOss"),
+        defaults=LLAMA,
+        custom_fields=_seed_oss,
+    ),
+    Family(
+        name="ministral",
+        architectures=causal_lm("Ministral"),
+        defaults=LLAMA,
+    ),
+    Family(
+        name="hunyuan_v1_dense",
+        architectures=causal_lm("HunYuanDenseV1"),
+        defaults={**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rotary": True},
+        custom_fields=_hunyuan,
+        names=DecoderNames(
+            q_norm="self_attn.query_layernorm",
+            k_norm="self_attn.key_layernorm",
+        ),
+    ),
+    Family(
+        name="ernie4_5",
+        architectures=causal_lm("Ernie4_5"),
+        defaults={**LLAMA, "rotary_interleaved": True},
     ),
     Family(
         name="phi3",
