@@ -228,15 +228,16 @@ class Classifier(MegatronModule):
             config,
             on_sequence_shard=per_token,
         )
-        self.is_sharded: bool = config.sequence_parallel and per_token
+        # By this name, so that inference turns it off with the layers' own (generate/pipeline.py).
+        self.sequence_parallel: bool = config.sequence_parallel and per_token
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
-        forks = self.is_sharded and self.training and self.dropout.p > 0.0
+        forks = self.sequence_parallel and self.training and self.dropout.p > 0.0
         # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
         with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
-        if self.is_sharded:
+        if self.sequence_parallel:
             logits = _gather_sequence(logits)
         return logits

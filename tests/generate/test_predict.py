@@ -158,7 +158,7 @@ def _predict_logits(
         (Layout(), ("gpt2", "t5", *BERTS)),
         (
             Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-            ("t5", "t5_1_1", "bloom", *BERTS[:3]),
+            ("t5", "t5_1_1", "bloom", *BERTS),
         ),
         (
             Layout(pp=2, vpp=2, num_microbatches=2),
