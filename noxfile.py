@@ -45,8 +45,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types with mypy, strict."""
-    install(session, "lint")
+    """Check types with mypy, strict; those of the tests need pytest and what else they import."""
+    install(session, "test", "lint")
     session.run("mypy")
 
 

@@ -167,7 +167,7 @@ def draw(curves: dict[str, list[float]], file: Path) -> None:
         for name, losses in curves.items()
         if len(losses) >= _WINDOW
     }
-    first = next(iter(means.values()), None)
+    first = next(iter(means.values()), np.empty(0))
     for name, mean in means.items():
         above.plot(mean, label=name)
         below.plot(mean - first, label=name)

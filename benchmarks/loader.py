@@ -25,6 +25,7 @@ from benchmarks.data import save_tokenizer, write_corpus
 from lightning_megatron.data.batch_shape import BatchShape
 from lightning_megatron.data.loader import PassOrder, TrainLoader
 from lightning_megatron.datamodules.indexed import IndexedDataModule
+from lightning_megatron.models.config import Architecture
 
 VOCAB_SIZE = 32000
 NUM_SAMPLES = 200_000
@@ -72,7 +73,11 @@ def peer_batches(prefix: str, seq_length: int, rows: int, num_workers: int) -> A
 
 
 def measure(
-    name: str, seq_length: int, document_tokens: int, num_workers: list[int], options: Any
+    name: Architecture,
+    seq_length: int,
+    document_tokens: int,
+    num_workers: list[int],
+    options: Any,
 ) -> None:
     """Measure and print a line for each number of workers."""
     with tempfile.TemporaryDirectory() as folder:

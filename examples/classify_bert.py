@@ -11,6 +11,7 @@ import ast
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
@@ -30,7 +31,7 @@ def labelled_lines(source: str) -> Iterator[tuple[str, int]]:
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         ):
-            prose.update(range(node.lineno, node.end_lineno + 1))
+            prose.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for number, line in enumerate(source.splitlines(), start=1):
         text = line.strip(" \t#\"'")
         if len(text) > 8:
@@ -72,7 +73,7 @@ class LabelledLines(LightningDataModule):
         for file in sorted(Path(self.text).glob("*.py"))[: self.max_files]:
             for text, label in labelled_lines(file.read_text(encoding="utf-8")):
                 lines[label].append(text)
-        rows = [
+        rows: Any = [
             self.encode(text, label)
             for pair in zip(*lines, strict=False)
             for label, text in enumerate(pair)
@@ -80,10 +81,10 @@ class LabelledLines(LightningDataModule):
         generator = torch.Generator().manual_seed(0)
         self.train_rows, self.val_rows = random_split(rows, [0.95, 0.05], generator)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
         return DataLoader(self.train_rows, batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
         return DataLoader(self.val_rows, batch_size=self.batch_size)
 
 

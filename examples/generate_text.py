@@ -62,14 +62,15 @@ def main() -> None:
         "20 beams": {"num_beams": 20, "length_penalty": 1.5, **length},
     }
     rows = tokenizer(arguments.prompts, padding=True, return_tensors="pt")
-    prompts = [
+    prompts: Any = [
         {"input_ids": tokens, "attention_mask": mask}
         for tokens, mask in zip(rows.input_ids, rows.attention_mask, strict=True)
     ]
     trainer = Trainer(
         devices=4, strategy=MegatronStrategy(tp=2, pp=2), logger=False, enable_checkpointing=False
     )
-    (sequences,) = trainer.predict(module, DataLoader(prompts, batch_size=len(prompts)))
+    batches: Any = trainer.predict(module, DataLoader(prompts, batch_size=len(prompts)))
+    (sequences,) = batches
     if trainer.is_global_zero:
         for name, tokens in sequences.items():
             print(f"---- {name}")

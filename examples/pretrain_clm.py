@@ -11,6 +11,7 @@ configuration: lightning-megatron fit --config configs/pretrain_clm.yaml --data.
 import argparse
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from datasets import DatasetDict, load_dataset
@@ -88,7 +89,7 @@ class TextBlocks(DatasetDataModule):
 class RunningTraining(pl.Callback):
     """Prints the size of the training run, as transformers' example scripts do."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         data, strategy = trainer.datamodule, trainer.strategy
         size = data.micro_batch_size * strategy.num_microbatches
         if trainer.is_global_zero:

@@ -48,7 +48,7 @@ class Trace:
     def stop(self) -> None:
         """Stop tracing."""
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _record(self, frame: FrameType, event: str, argument: object) -> None:
         if event != "call" or (entered := _file_of(frame)) is None:

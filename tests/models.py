@@ -33,7 +33,7 @@ T5: dict[str, Any] = {
     "relative_attention_max_distance": 12,
     "dropout_rate": 0.0,
 }
-QUIET = dict.fromkeys(
+QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
 )
 """Options of a Trainer that prints nothing and writes no file."""

@@ -304,9 +304,8 @@ def _call(pickled: bytes) -> Any:
     from tests.leaks import Baseline
 
     torch.set_num_threads(1)
-    rank_zero_only.rank = int(
-        os.environ["RANK"]
-    )  # Lightning set it on import in the fork server, which has no rank
+    # Lightning set it on import in the fork server, which has no rank.
+    rank_zero_only.rank = int(os.environ["RANK"])  # type: ignore[attr-defined]
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

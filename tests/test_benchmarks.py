@@ -27,6 +27,7 @@ def _run(module: str, *arguments: str) -> tuple[int | None, str]:
 
 def _run_on_ranks(ranks: int, module: str, *arguments: str) -> str:
     """Output of the first rank; asserts that all ranks succeed and the others print nothing."""
+    printed: str
     (first, printed), *others = run_ranks(_run, ranks, module, *arguments)
     assert first in (0, None)
     assert all(other == (first, "") for other in others)

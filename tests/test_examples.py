@@ -74,9 +74,7 @@ def test_pretrain_clm_trains_resumes_and_saves_hugging_face(corpus: Path, tmp_pa
         "pretrain_clm.py", 4, *common, "--epochs", 2, "--with-tracking", "--report-to", "csv"
     )
     second = _run("pretrain_clm.py", 4, *common, "--epochs", 3, "--resume")
-    examples, steps = (
-        int(re.search(rf"{what} = (\d+)", first)[1]) for what in ("Examples", "Optimization steps")
-    )  # type: ignore[index]
+    examples, steps = map(int, re.findall(r"(?:Examples|Optimization steps) = (\d+)", first))
     assert steps == 2 * (examples // 8)
     _check_losses(tmp_path / "out", 0.7)
     assert f"Optimization steps = {3 * (examples // 8)}" in second

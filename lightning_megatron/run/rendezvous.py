@@ -134,7 +134,7 @@ def _local_store(environment: ClusterEnvironment, timeout: timedelta) -> Store |
     except OSError:  # another host's address, or an earlier run of this process still has the port
         listener.close()
         return None
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return dist.TCPStore(
         host_name=host,
         port=port,
         world_size=environment.world_size(),

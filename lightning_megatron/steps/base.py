@@ -205,7 +205,7 @@ class MaskedLossStep(TrainStep):
         """Return the number of tokens per row."""
         return batch["tokens"].shape[1]
 
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
         """Return the sum of target weights of each term, known from the masks alone."""
         return {term: batch[mask].sum() for term, mask in self.masks.items()}
 

@@ -107,7 +107,12 @@ def _train(run: Run, folder: Path, fault: Fault | None) -> None:
     code = 0
     if delay := os.environ.get(_SLOW_FSYNC):
         fsync = os.fsync
-        os.fsync = lambda descriptor: (time.sleep(float(delay)), fsync(descriptor))[1]  # type: ignore[assignment]
+
+        def slow_fsync(descriptor: Any) -> None:
+            time.sleep(float(delay))
+            fsync(descriptor)
+
+        os.fsync = slow_fsync  # type: ignore[assignment]
     try:
         fit(
             run.but(trainer={"default_root_dir": str(folder)}, ckpt_path="last"),

@@ -74,7 +74,7 @@ _COLUMNS = (_REFUSED, _IDENTICAL, _ACCEPTED, *_BAD)
 """``accepted`` is another result for a reason that is printed below the table, ``lost`` one without any: damage that
 should have been noticed. ``costly`` is more than 300 MB or 5 s beyond the intact files."""
 
-_FORMATS = (
+_FORMATS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     (".bin of tokens", lambda name: name.endswith("document.bin")),
     (".idx", lambda name: name.endswith(".idx")),
     ("cached indices", lambda name: name.startswith("cache/")),
@@ -375,7 +375,7 @@ def _read_batches() -> tuple[int, str, str]:
         )
         data.check(Run(shape=shape, splits=("train", "valid")))
         for split in ("train", "valid"):
-            samples = data.open(split, 400)  # type: ignore[arg-type]
+            samples = data.open(split, 400)
             for begin in range(0, len(samples), 4):
                 rows = samples.rows(range(begin, min(begin + 4, len(samples))))
                 for key, values in sorted(rows.items()):
@@ -490,10 +490,11 @@ def _results(
             pipes.append(receiving)
         while pipes:
             for pipe in wait(pipes):
+                assert isinstance(pipe, Connection)
                 try:
-                    yield pipe.recv()  # type: ignore[union-attr]
+                    yield pipe.recv()
                 except EOFError:
-                    pipes.remove(pipe)  # type: ignore[arg-type]
+                    pipes.remove(pipe)
 
 
 def _end_workers(workers: Sequence[int]) -> None:

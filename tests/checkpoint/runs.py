@@ -73,7 +73,7 @@ class Run:
 
     def but(self, **changes: Any) -> Self:
         """Copy of this run with some fields changed; mappings are merged."""
-        merged = {
+        merged: dict[str, Any] = {
             name: {**(getattr(self, name) or {}), **value} if isinstance(value, dict) else value
             for name, value in changes.items()
         }
@@ -282,12 +282,13 @@ def read_tensors(path: Path) -> dict[str, Any]:
     """All tensors of a checkpoint, unsharded, by torch's own reader, without our code or Megatron's."""
     import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = dcp.FileSystemReader(path)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if hasattr(entry, "size")
+        if isinstance(entry, TensorStorageMetadata)
     }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors

@@ -177,13 +177,13 @@ def _resume_with_swapped_files(run: Run, folder: Path) -> list[tuple[str, str]]:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     read_meta = load.read_meta
 
-    def read_and_swap(checked: Path) -> dict[str, Any]:
-        meta = read_meta(checked)
+    def read_and_swap(path: Path) -> dict[str, Any]:
+        meta = read_meta(path)
         if dist.get_rank() == 0:
             make = damage.malicious_torch_file
-            if checked.stem == ".metadata":
+            if path.stem == ".metadata":
                 make = damage.malicious_pickle
-            make(checked.stem)(checked)
+            make(path.stem)(path)
         dist.barrier()
         return meta
 

@@ -114,7 +114,7 @@ def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path
         assert_exact_resume(uninterrupted, resumed, step + 1)
 
 
-DATASET = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModule"}
+DATASET: dict[str, Any] = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModule"}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,8 @@ def _noisy_loader(dp: int) -> Any:
     """Loader whose order comes from torch's global random stream, as with every ``shuffle=True``."""
     from torch.utils.data import DataLoader
 
-    return DataLoader(_NoisyRows(rows_dataset()), batch_size=GLOBAL_BATCH // dp, shuffle=True)
+    rows: Any = _NoisyRows(rows_dataset())
+    return DataLoader(rows, batch_size=GLOBAL_BATCH // dp, shuffle=True)
 
 
 def _loader_with_worker(dp: int) -> Any:

@@ -189,6 +189,7 @@ def test_a_complete_checkpoint_survives_sigkill(
     (partial / "meta.pt").touch()
     publish(partial, path)
     wait_for_deletions()
+    assert lock is not None
     lock.release()
     assert names_in(tmp_path) == ["kept.ckpt", "last.ckpt"]
     remove(path)
@@ -199,13 +200,12 @@ def test_a_complete_checkpoint_survives_sigkill(
 def _train(run: Run, path: Path, *, dies: bool = False) -> int:
     """Save after each step under the same name, or die in the second save; return the first step."""
 
-    def die(self: Path, target: Path) -> Path:
+    def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
-        return target
 
     def save_each_step(trainer: Any, *_: Any) -> None:
         if dies and trainer.global_step == 2:
-            Path.replace = die  # type: ignore[method-assign]
+            Path.replace = die  # type: ignore[assignment, method-assign]
         trainer.save_checkpoint(path)
 
     _, trace = fit(run, callback(on_train_batch_end=save_each_step))

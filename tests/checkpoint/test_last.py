@@ -68,8 +68,8 @@ def _find(
         "logger": False,
         "enable_progress_bar": False,
     }
-    callbacks = [pl.callbacks.ModelCheckpoint(folder)]
-    trainer = pl.Trainer(default_root_dir=folder.parent, callbacks=callbacks, **options)
+    options |= {"callbacks": [pl.callbacks.ModelCheckpoint(folder)]}
+    trainer = pl.Trainer(default_root_dir=folder.parent, **options)
     trainer.state.fn = TrainerFn.FITTING
     trainer.strategy.load_weights_only = load_weights_only  # type: ignore[attr-defined]
     return find_checkpoint(trainer, ckpt_path)
@@ -355,8 +355,8 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
         trainer = pl.Trainer(logger=CSVLogger(tmp_path, name), **options)
         last = find_last(trainer)
         assert (last.step if last else None) == found
-    elsewhere = [pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")]
-    trainer = pl.Trainer(logger=CSVLogger(tmp_path, "runs"), callbacks=elsewhere, **options)
+    options |= {"callbacks": [pl.callbacks.ModelCheckpoint(tmp_path / "elsewhere")]}
+    trainer = pl.Trainer(logger=CSVLogger(tmp_path, "runs"), **options)
     assert find_last(trainer) is None
 
 
@@ -376,7 +376,7 @@ def _train_with_clocks(folder: str) -> list[tuple[str, int, int, int]]:
             def time() -> float:
                 return time.time() + clock
 
-        save.time = Clock  # type: ignore[assignment]
+        save.time = Clock  # type: ignore[assignment, attr-defined]
         if ckpt_path not in (None, "last"):
             ckpt_path = f"{folder}/{ckpt_path}"
         run = Run(

@@ -60,7 +60,7 @@ class SharedFileSystem(LocalFileSystem):
     def _strip_protocol(cls, path: Any) -> str:
         return "/" + str(path).removeprefix(f"{PROTOCOL}://").strip("/")
 
-    def copy(self, path1: str, path2: str, **options: Any) -> None:  # type: ignore[override]
+    def copy(self, path1: str, path2: str, **options: Any) -> None:
         if SharedFileSystem.copies_left is not None:
             if SharedFileSystem.copies_left == 0:
                 raise OSError("the store is gone")
@@ -153,6 +153,7 @@ def _check(address: str, is_async: bool) -> Trace:
     for _, *names in results:
         for steps, found in zip(((3, 4), (5, 6)), names, strict=True):
             assert found == ["last.ckpt", *(f"step={step}.ckpt" for step in steps)]
+    at_tp1: Trace
     (at_tp1,) = run_ranks(_resume_at_tp1, 1, f"{address}/step=5.ckpt")
     assert at_tp1.steps[6]["tokens"] == uninterrupted[0].steps[6]["tokens"]
     assert at_tp1.state["global_step"] == 6

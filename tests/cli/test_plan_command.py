@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cases import LLAMA_8B
 from lightning_megatron.cli import plan as command
@@ -48,7 +49,10 @@ def _layout_of(folder: str) -> tuple[int, int, int | None, int, int]:
 
 
 def test_uneven_stages_are_shown_and_become_options() -> None:
-    uneven = {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 6}
+    uneven: dict[str, Any] = {
+        "num_layers_in_first_pipeline_stage": 8,
+        "num_layers_in_last_pipeline_stage": 6,
+    }
     parallel, device = ParallelConfig(pp=4, num_microbatches=8, **uneven), DEVICES["h200"]
     model = model_config(dict(LLAMA_8B))
     run = PlannedRun(

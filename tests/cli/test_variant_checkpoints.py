@@ -13,7 +13,7 @@ from tests.cli.command import run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.ranks import run_ranks
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "num_hidden_layers": 2,
     "hidden_size": 32,

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from tests.families.parity import VOCAB_SIZE
 from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
+from tests.models import VOCAB_SIZE
 
 Format = Literal["safetensors", "sharded_safetensors", "bin", "sharded_bin", "old_bin"]
 FORMATS: tuple[Format, ...] = (

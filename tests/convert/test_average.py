@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import save_as, tensors_in, tiny
 from tests.convert.test_distributed_foreign import stacked, write_distributed

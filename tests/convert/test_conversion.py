@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -28,6 +29,7 @@ from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
 from tests.parity.comparison import assert_same
+from tests.parity.sharding import Tensors
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 
@@ -273,7 +275,7 @@ def test_four_processes_convert_like_one(tmp_path: Path) -> None:
 
 def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
     """bf16 weights are summed in fp32."""
-    models = []
+    models: list[Tensors] = []
     for number in range(3):
         model = tiny("llama")
         with torch.no_grad():
@@ -290,7 +292,9 @@ def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
     _convert(tmp_path / "2", tmp_path / "two", to="megatron-legacy")
     options = ConvertOptions(load_path=tmp_path / "0", save_path=tmp_path / "mean", to="hf")
     convert(options, [tmp_path / "one.ckpt", tmp_path / "two"])
-    mean = {name: sum(model[name].float() for model in models) / 3 for name in models[0]}  # type: ignore[union-attr]
+    mean = {
+        name: torch.stack([model[name].float() for model in models]).mean(0) for name in models[0]
+    }
     assert_same(
         tensors_in(tmp_path / "mean"),
         {name: weight.to(torch.bfloat16) for name, weight in mean.items()},

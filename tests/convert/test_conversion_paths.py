@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.errors import CheckpointError, ConfigError

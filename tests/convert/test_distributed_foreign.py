@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import update_checksums

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_megatron.convert import hugging_face_saving
-from lightning_megatron.convert.weight_files import open_weights
+from lightning_megatron.convert.weight_files import open_weights, write_weight_file
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import (
     Format,
@@ -225,10 +225,8 @@ def _killed() -> Iterator[None]:
     """Kill rank 0 after it has written some of the files."""
     from unittest.mock import patch
 
-    write = hugging_face_saving.write_weight_file
-
     def write_and_die(folder: Path, name: str, tensors: Tensors) -> None:
-        write(folder, name, tensors)
+        write_weight_file(folder, name, tensors)
         if any(key.endswith("layers.1.mlp.down_proj.weight") for key in tensors):
             os._exit(9)
 

@@ -59,15 +59,15 @@ def _measure_loading(directory: str, layout: Layout) -> tuple[int, int]:
     from torch.utils.data import DataLoader
 
     from lightning_megatron import module as module_file
+    from lightning_megatron.convert.hugging_face import load_hugging_face
     from tests.parity.training import Sentences
 
-    real = module_file.load_hugging_face
     measured = {}
 
     def measure(chunks: Any, *args: Any) -> Any:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to current resident memory
         before = _status("VmRSS")
-        result = real(chunks, *args)
+        result = load_hugging_face(chunks, *args)
         measured["rise"] = _status("VmHWM") - before
         measured["own"] = sum(
             p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters()
@@ -110,7 +110,8 @@ def test_loading_needs_little_more_than_the_shard(tmp_path: Path) -> None:
 
 def _measure_converting(directory: str, target: str) -> int:
     """The rise of peak resident memory during a conversion."""
-    from lightning_megatron.convert.convert import ConvertOptions, convert
+    from lightning_megatron.convert import ConvertOptions
+    from lightning_megatron.convert.convert import convert
 
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")

@@ -354,7 +354,7 @@ def run_family(
         dp_rank=topology.dp_rank,
         cp_rank=topology.cp_rank,
         loss=run.losses[0],
-        gradients=run.gradients,  # type: ignore[arg-type]
+        gradients=run.gradients,
     )
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.families.parity import VOCAB_SIZE, tiny_model
-from tests.models import T5
+from tests.families.parity import tiny_model
+from tests.models import T5, VOCAB_SIZE
 
 
 def t5_config(config_class: str, **fields: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import copy
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,14 @@ _WIDE = {
     "sliding_window": 20,
 }
 """Sizes wide enough for GPU kernels."""
-MODELS = {
-    **{name: (lambda make=make: make()[0]) for name, make in models().items()},
+
+
+def _make(name: str) -> Any:
+    return models()[name]()[0]
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: partial(_make, name) for name in models()},
     "falcon_alibi": lambda: gpt_model("falcon", changes_of("falcon", "rw")),
     "megatron-bert": lambda: bert_model("MaskedLM"),
 }

@@ -33,7 +33,7 @@ def _train_on_long_rows(case: Case, sliding: bool) -> Outcome:
         generator=torch.Generator().manual_seed(5),
     )
     tokens[:, [100, 700, 701, 1300, 1900]] = _EOD
-    documents = {
+    documents: dict[str, Any] = {
         "eod_token": _EOD,
         "reset_position_ids": True,
         "reset_attention_mask": True,

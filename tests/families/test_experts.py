@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.families.parity import (
     FOUR_RANKS,
-    VOCAB_SIZE,
     check_family,
     padded_sentences,
     pretrained_module,
     tiny_model,
 )
 from tests.families.test_gpts import LIKE_LLAMA
+from tests.models import VOCAB_SIZE
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
@@ -55,9 +55,12 @@ def _per_layer_and_microbatch(original: Any, layout: Layout) -> Any:
         rows, length = attention_mask.shape
         total = torch.zeros(())
         for rank in range(layout.dp):
-            indices = torch.tensor(
-                list(DistributedSampler(range(rows), num_replicas=layout.dp, rank=rank))
-            )  # type: ignore[arg-type]
+            sampler: DistributedSampler[int] = DistributedSampler(
+                range(rows),  # type: ignore[arg-type]
+                num_replicas=layout.dp,
+                rank=rank,
+            )
+            indices = torch.tensor(list(sampler))
             for part in indices.chunk(layout.num_microbatches):
                 mask = attention_mask[part]
                 for logits in gate_logits:
@@ -166,7 +169,7 @@ def test_mixture_of_experts_equals_hugging_face(
 def _loss_with_a_bias(directory: str) -> float:
     bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
     case = Case(layout=Layout(transformer_config_overrides=bias))
-    loader = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
     (logged,) = trainer_of(case).validate(pretrained_module(directory), loader, verbose=False)
     return float(logged["val_loss"])
 

@@ -16,13 +16,12 @@ from tests.families.parity import (
     FOUR_RANKS,
     INTERLEAVED,
     LAYOUTS,
-    VOCAB_SIZE,
     Rows,
     check_family,
     tiny_model,
 )
 from tests.families.parity import padded_sentences as sentences
-from tests.models import GPT2, LLAMA, NO_DROPOUT
+from tests.models import GPT2, LLAMA, NO_DROPOUT, VOCAB_SIZE
 from tests.parity.training import Layout
 
 _LIKE_GPT2 = {**GPT2, **NO_DROPOUT, "n_inner": 48, "n_positions": 24}

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 from tests.families.parity import (
     FOUR_RANKS,
     INTERLEAVED,
-    VOCAB_SIZE,
     Rows,
     check_family,
     tiny_model,
 )
+from tests.models import VOCAB_SIZE
 from tests.parity.sharding import full_tensors
 from tests.parity.training import Case, Layout, Outcome, train_module, trainer_of
 from tests.ranks import run_ranks

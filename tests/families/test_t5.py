@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 from tests.families.parity import (
     FOUR_RANKS,
     INTERLEAVED,
-    VOCAB_SIZE,
     Rows,
     check_family,
     pretrained_module,
 )
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
+from tests.models import VOCAB_SIZE
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
 from tests.parity.training import MODELS, Case, Layout, module_of, trainer_of

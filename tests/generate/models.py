@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.models.config import ModelConfig
-from tests.families.parity import VOCAB_SIZE, pretrained_module, tiny_model
+from tests.families.parity import pretrained_module, tiny_model
 from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_experts import FAMILIES as MIXTURES
 from tests.families.test_experts import mixture
 from tests.families.test_gpts import FAMILIES, gpt_model
 from tests.marks import on_gpus
+from tests.models import VOCAB_SIZE
 from tests.parity.training import Case, Layout, trainer_of
 from tests.ranks import run_ranks
 

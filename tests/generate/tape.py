@@ -31,7 +31,7 @@ class Tape(TorchDispatchMode):
     """Records every kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(

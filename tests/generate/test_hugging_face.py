@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_megatron.convert.registry import known_families
-from tests.families.parity import VOCAB_SIZE
 from tests.generate.models import (
     MODELS,
     NO_END,
@@ -26,6 +25,7 @@ from tests.generate.models import (
 )
 from tests.generate.test_encoder_decoders import calls_of_every_t5
 from tests.marks import exhaustive
+from tests.models import VOCAB_SIZE
 from tests.parity.training import Case, Layout
 from tests.tokenizers import byte_level_tokenizer
 
@@ -86,13 +86,13 @@ def calls_of(
         calls.append(make_call(name, max_new_tokens=12, **NO_END))
         if ends:
             end_tokens = tuple(hf_output(calls[-1])[:2, 11].tolist())
-            early = {
+            early: dict[str, Any] = {
                 "max_new_tokens": 12,
                 "min_new_tokens": 3,
                 "pad_token_id": 1,
                 "eos_token_id": end_tokens,
             }
-            beams = {
+            beams: dict[str, Any] = {
                 "num_beams": 3,
                 "num_return_sequences": 2,
                 "max_new_tokens": 6,

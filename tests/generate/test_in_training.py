@@ -111,7 +111,7 @@ def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
             if not generates:
                 return
             settings = _settings(self)
-            gradients = [p.requires_grad for p in self.model_chunks.parameters()]
+            gradients = [p.requires_grad for p in self.parameters()]
             prompts = torch.tensor(
                 [
                     [1, 2],
@@ -128,7 +128,7 @@ def _train(case: Case, generates: bool) -> tuple[Outcome, list[Any]]:
                 ).tolist()
             )
             assert _settings(self) == settings
-            assert [p.requires_grad for p in self.model_chunks.parameters()] == gradients
+            assert [p.requires_grad for p in self.parameters()] == gradients
 
     return train_module(module_of(case, Generating), case, loader_of(case)), sequences
 

@@ -252,7 +252,7 @@ def _gather(
     results = []
     for num_rows in (11, 6, case.layout.dp):
         rows = [{"input_ids": torch.full((3,), row)} for row in range(num_rows)]
-        sources = [
+        sources: list[dict[str, Any]] = [
             {"dataloaders": DataLoader(rows, batch_size=3)},  # type: ignore[arg-type]
             {"datamodule": DatasetDataModule(test=rows, micro_batch_size=2)},
             {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.training import VOCAB_SIZE, Case, Layout, loader_of, module_of, trainer_of
+from tests.models import VOCAB_SIZE
+from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 

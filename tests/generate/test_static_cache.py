@@ -213,7 +213,7 @@ def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
         self.slot.item()
         return original(self, *args)
 
-    TokenStep.additive_mask = synchronize  # type: ignore[method-assign]
+    TokenStep.additive_mask = synchronize  # type: ignore[assignment, method-assign]
     return before, refusal(generate, True), generate(False)
 
 

@@ -172,7 +172,7 @@ def _evaluate(annotation: Any, function: Callable[..., Any]) -> Any:
 
 def _format(default: Any) -> str:
     """Default as in the source; the fields of a dataclass are separate entries."""
-    if dataclasses.is_dataclass(default) and default == type(default)():  # type: ignore[operator]
+    if dataclasses.is_dataclass(default) and default == type(default)():  # type: ignore[misc]
         return f"{type(default).__name__}()"
     return repr(default)
 
@@ -211,7 +211,7 @@ def _commands() -> Interface:
             _run(command, "--help")
         parser: argparse.ArgumentParser = print_help.call_args.args[0]
         for action in parser._actions:
-            for flag in action.option_strings or [action.metavar or action.dest]:
+            for flag in action.option_strings or [action.metavar or action.dest]:  # type: ignore[list-item]
                 options[f"{command} {flag}"] = {
                     "required": action.required,
                     "values": "none"

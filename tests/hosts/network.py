@@ -128,11 +128,9 @@ class Network:
         ]
         return subprocess.Popen(
             ["ip", "netns", "exec", _space(host), *boot],
-            **{
-                "cwd": log.name.rpartition("/")[0],
-                "stdout": log,
-                "stderr": subprocess.STDOUT,
-            },
+            cwd=log.name.rpartition("/")[0],
+            stdout=log,
+            stderr=subprocess.STDOUT,
             env={
                 **inherited,
                 "HOME": os.environ.get("HOME", "/root"),

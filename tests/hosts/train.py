@@ -86,12 +86,10 @@ def main() -> None:
             Recorder(),
             ModelCheckpoint("checkpoints", every_n_train_steps=5, save_last="link"),
         ],
-        **{
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "limit_val_batches": 0,
-        },
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
     )
     trainer.fit(
         MegatronModule(

@@ -132,9 +132,8 @@ def _hang_in_a_worker(folder: Path) -> None:
     from torch.utils.data import DataLoader
 
     def loader(dp: int) -> Any:
-        return DataLoader(
-            _Hanging(folder), batch_size=8, num_workers=2, multiprocessing_context="fork"
-        )  # type: ignore[arg-type]
+        rows: Any = _Hanging(folder)
+        return DataLoader(rows, batch_size=8, num_workers=2, multiprocessing_context="fork")
 
     trainer = {"max_steps": 4, "default_root_dir": str(folder)}
     fit(

@@ -40,7 +40,7 @@ def _send_signal(
 
     def send(trainer: Any, *_: Any) -> None:
         if trainer.global_step == (4 if step == -1 else step) and trainer.global_rank in ranks:
-            for _ in range(times):
+            for _time in range(times):
                 os.kill(os.getpid(), signum)
 
     return callback(**{"on_validation_batch_end" if step == -1 else "on_train_batch_end": send})

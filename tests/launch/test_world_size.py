@@ -48,7 +48,7 @@ def _wait_alone() -> tuple[str, float]:
     from lightning_megatron.run import rendezvous
 
     lines: list[str] = []
-    rendezvous.rank_zero_info = lines.append
+    rendezvous.rank_zero_info = lines.append  # type: ignore[assignment, attr-defined]
     options = {
         "num_nodes": 2,
         "strategy": MegatronStrategy(timeout=4),

@@ -205,7 +205,8 @@ def test_validation_has_no_dropout() -> None:
 def _recomputing(layout: Layout, mode: str) -> Layout:
     if mode == "selective":
         return replace(layout, recompute="selective")
-    return replace(layout, recompute="full", recompute_method=mode)
+    options: dict[str, Any] = {"recompute_method": mode}
+    return replace(layout, recompute="full", **options)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from lightning_megatron.data.instruction_rows import InstructionSamples
 from lightning_megatron.data.instructions import Instructions
 from tests.marks import exhaustive
+from tests.models import VOCAB_SIZE
 from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors
 from tests.parity.training import (
     SEQ_LENGTH,
-    VOCAB_SIZE,
     Case,
     Layout,
     Outcome,
@@ -56,8 +56,8 @@ def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
     """Packed rows, the texts in them, and options of ``GPTTrainStep``."""
     rows = []
     texts = []
-    for row, ends in zip(Sentences(len(ENDS)), ENDS, strict=True):
-        tokens = row["input_ids"].masked_fill(row["input_ids"] == EOD, EOD + 1)
+    for row, ends in zip(Sentences(len(ENDS)).tokens, ENDS, strict=True):
+        tokens = row.masked_fill(row == EOD, EOD + 1)
         tokens[list(ends)] = EOD
         rows.append({"input_ids": tokens})
         texts += [

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from tests.convert.directories import save_as
 from tests.convert.legacy.layouts import flat
 from tests.families.test_gpts import gpt_model

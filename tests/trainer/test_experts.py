@@ -124,7 +124,8 @@ def _export(run: Run) -> None:
 
 
 def test_expert_biases_are_never_dropped_silently(tmp_path: Path) -> None:
-    from lightning_megatron.convert.convert import ConvertOptions, convert
+    from lightning_megatron.convert import ConvertOptions
+    from lightning_megatron.convert.convert import convert
 
     biased = RUN.but(strategy=EXPERT_BIAS)
     path = tmp_path / "a.ckpt"

@@ -120,7 +120,8 @@ def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, li
 
 
 def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
-    from lightning_megatron.convert.convert import ConvertOptions, convert
+    from lightning_megatron.convert import ConvertOptions
+    from lightning_megatron.convert.convert import convert
 
     same = Layout(pp=2, dp=2)
     other = Layout(tp=2, dp=2, distributed_optimizer=False)

@@ -33,7 +33,8 @@ LEFT_OUT = (5, 6, 7)
 def _batches() -> tuple[torch.Tensor, ...]:
     """Tokens of each step's global batch."""
     rows = [row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]
-    return torch.stack(rows).split(GLOBAL_BATCH)
+    batches: tuple[torch.Tensor, ...] = torch.stack(rows).split(GLOBAL_BATCH)
+    return batches
 
 
 def _spiky_step() -> Any:

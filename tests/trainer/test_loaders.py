@@ -9,11 +9,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.checkpoint.runs import callback
+from tests.models import VOCAB_SIZE
 from tests.parity.comparison import assert_same_run, assert_same_tensors
 from tests.parity.training import (
     SEQ_LENGTH,
-    VOCAB_SIZE,
     Case,
+    Labels,
     Layout,
     Outcome,
     Sentences,
@@ -45,7 +46,7 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
 
     class InOrder(MegatronModule):
         def train_dataloader(self) -> DataLoader[Any]:
-            sampler = DistributedSampler(
+            sampler: DistributedSampler[Any] = DistributedSampler(
                 NUMBERED,
                 num_replicas=self.megatron.data_parallel_size,
                 rank=self.megatron.data_parallel_rank,
@@ -177,11 +178,16 @@ def _val_loss(case: Case, rows: Rows, batch_size: int | None) -> float:
         loader,
         verbose=False,
     )
-    return metrics["val_loss"]
+    return float(metrics["val_loss"])
+
+
+def _rows(number: int, labels: Labels = "all") -> Rows:
+    sentences = Sentences(number, labels)
+    return [sentences[index] for index in range(number)]
 
 
 def _masked() -> tuple[Rows, Rows]:
-    rows = list(Sentences(4))
+    rows = _rows(4)
     masks = [
         {
             "sample_mask": torch.tensor(1.0),
@@ -200,7 +206,7 @@ def _masked() -> tuple[Rows, Rows]:
     return masked, rows
 
 
-_RAGGED = list(Sentences(11, "uneven"))
+_RAGGED = _rows(11, "uneven")
 """Rows with 0 to 15 targets; their number divides into no layout's batches."""
 
 
@@ -254,19 +260,19 @@ def test_each_validation_loader_has_its_own_metrics() -> None:
 # ---- invalid batches are refused on every rank ----------------------------------------------------------------------
 
 
-def _rows(key: str, value: int) -> Rows:
+def _invalid(key: str, value: int) -> Rows:
     """Four rows, the third with an invalid value."""
     zeros = torch.zeros(16, dtype=torch.long)
-    rows = [{key: zeros, **row} for row in Sentences(4)]  # type: ignore[attr-defined]
+    rows = [{key: zeros, **row} for row in _rows(4)]
     rows[2][key] = rows[2][key].clone()
     rows[2][key][5] = value
     return rows
 
 
 REFUSED: tuple[tuple[Any, int | None, tuple[str, ...]], ...] = (
-    (_rows("input_ids", 83), 4, ("input_ids", "83", "vocab")),
-    (_rows("labels", -7), 4, ("labels", "-7", "-100")),
-    (_rows("token_types", 0), 4, ("token_types", "input_ids, ")),
+    (_invalid("input_ids", 83), 4, ("input_ids", "83", "vocab")),
+    (_invalid("labels", -7), 4, ("labels", "-7", "-100")),
+    (_invalid("token_types", 0), 4, ("token_types", "input_ids, ")),
     (
         [{"input_ids": torch.arange(16)[None].repeat(n, 1)} for n in (4, 0)],
         None,

@@ -112,7 +112,7 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
             self.gathered["mean"] = avg_losses_across_data_parallel_group(losses)
             return super().validation_step(batch, batch_idx)
 
-    module = module_of(case, Gathering)
+    module: Gathering = module_of(case, Gathering)
     loader = DataLoader(Sentences(8), batch_size=4)
     trainer_of(case).validate(module, loader, verbose=False)
     return module.gathered

@@ -220,7 +220,7 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
 
     if late:
         _decide_on_device()
-    every_step = {"every_n_train_steps": 1, "save_top_k": -1}
+    every_step: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1}
     savers = [
         OnExceptionCheckpoint(folder, "failed"),
         ModelCheckpoint(folder, "{step}", **every_step),
@@ -254,7 +254,7 @@ def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: boo
 def _in_fp16(case: Case, scale: float) -> list[Run]:
     from lightning_megatron import MegatronPrecision
 
-    options = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
+    options: dict[str, Any] = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     case = replace(case, optimizer=(*case.optimizer, ("initial_loss_scale", scale)))
     kinds: tuple[Kind, ...] = ("nan", "infinite loss")
     pairs = itertools.product(kinds, ("raise", "skip"))
@@ -336,7 +336,7 @@ def _count_device_reads(case: Case) -> list[int]:
     class Counted(MegatronModule):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             counts.append(0)
-            with Count():
+            with Count():  # type: ignore[no-untyped-call]
                 super().optimizer_step(*args, **kwargs)
 
     loader = DataLoader(Sentences(24), batch_size=12 // case.layout.dp)

@@ -49,7 +49,7 @@ class Step:
     is_finite: bool
 
 
-def _weights(module: Any) -> list[tuple[str, torch.Tensor]]:
+def _weights(module: Any) -> list[tuple[str, Any]]:
     return [named for chunk in module.model_chunks for named in chunk.named_parameters()]
 
 
@@ -102,7 +102,7 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
     trainer = trainer_of(case, callbacks=[callback(**hooks)])
     trainer.strategy.on_nan = "skip"
     trainer.strategy.max_skips_in_a_row = len(planted)
-    schedule.finalize_model_grads = finalize
+    schedule.finalize_model_grads = finalize  # type: ignore[attr-defined]
     trainer.fit(module_of(case), loader_of(case))
     return steps
 
@@ -186,7 +186,7 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
     bad_steps = {2, 4, 5, 6, 7, 8}
     in_a_row: list[int] = []
 
-    def spoil(trainer: Any, module: Any, *_: Any) -> None:
+    def spoil(trainer: Any, module: Any, *more: Any) -> None:
         for _, weight in _weights(module):
             if trainer.global_step in bad_steps:
                 weight.main_grad.fill_(math.nan)

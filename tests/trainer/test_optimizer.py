@@ -212,7 +212,8 @@ def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
         default_root_dir=folder,
     )
     trainer.fit(module_of(case), loader_of(replace(case, steps=32)))
-    return rates, finder.optimal_lr.suggestion()
+    found: Any = finder.optimal_lr
+    return rates, found.suggestion()
 
 
 def test_learning_rate_finders_suggestion_is_used(tmp_path: Path) -> None:

@@ -280,7 +280,8 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
             self.layer = torch.nn.Linear(1, 1)
 
         def _loss(self, batch: Any) -> torch.Tensor:
-            return self.layer(batch["input_ids"][:, :1].float()).mean()
+            outputs: torch.Tensor = self.layer(batch["input_ids"][:, :1].float())
+            return outputs.mean()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return self._loss(batch)
@@ -363,7 +364,7 @@ def _logged_without_super(case: Case) -> list[dict[str, Any]]:
         for name in _overridable()
         if name.startswith("on_") and not any(kind in name for kind in kinds)
     }
-    no_callbacks = {"configure_callbacks": lambda self: []}
+    no_callbacks: dict[str, Any] = {"configure_callbacks": lambda self: []}
     return [_logged(case, hooks) for hooks in ({}, replaced, no_callbacks)]
 
 

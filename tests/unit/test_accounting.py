@@ -23,7 +23,7 @@ from lightning_megatron.planning.parameters import (
     total_parameters,
 )
 
-_LIKE_LLAMA = {
+_LIKE_LLAMA: dict[str, Any] = {
     "hidden_size": 24,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -31,7 +31,7 @@ _LIKE_LLAMA = {
 }
 _LIKE_LLAMA |= {"intermediate_size": 40, "num_experts_per_tok": 3, "vocab_size": 83}
 _LIKE_QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
-MIXTURES = {
+MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {**_LIKE_LLAMA, "num_local_experts": 4},
     "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
     "Qwen3Moe": {**_LIKE_QWEN, "decoder_sparse_step": 2},
@@ -51,7 +51,7 @@ _T5 = {
     "num_decoder_layers": 4,
     "vocab_size": 101,
 }
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (f"MegatronBertFor{head}" for head in ("PreTraining", "MaskedLM", "QuestionAnswering")),
         _BERT,
@@ -183,8 +183,8 @@ def test_sliding_window_reduces_attention_flops() -> None:
     }
     for attention, (visible, all_keys) in pairs.items():
         flops = forward_flops(full, (8,), 128, attention)
-        for layers, changes in ((3, {}), (1, {"sliding_window_layers": (1,)})):
-            windowed = replace(full, sliding_window=4, **changes)
+        for layers, windows in ((3, None), (1, (1,))):
+            windowed = replace(full, sliding_window=4, sliding_window_layers=windows)
             assert flops - forward_flops(windowed, (8,), 128, attention) == layers * 2 * 2 * 24 * (
                 all_keys - visible
             )

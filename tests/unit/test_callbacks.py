@@ -60,7 +60,8 @@ class ToyModule(LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.log("train_loss", self.losses[self.trainer.global_step])
         self.log_dict(self.on_progress_bar, prog_bar=True)
-        return self.layer(batch).sum()
+        outputs: torch.Tensor = self.layer(batch)
+        return outputs.sum()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if self.val_losses:
@@ -301,13 +302,14 @@ def _measure(
         logger=CSVLogger(folder, name=None, version="log"),
         **options,
     )
-    trainer.strategy.step_shape = SimpleNamespace(
+    strategy: Any = trainer.strategy
+    strategy.tp = 2
+    strategy.step_shape = SimpleNamespace(
         tokens=64,
         seq_length=16,
         lengths=(12, 4),
     )
-    trainer.strategy.tp = 2
-    module = ToyModule([1.0] * 20, [1.0] * 20)
+    module: Any = ToyModule([1.0] * 20, [1.0] * 20)
     module.model_config = MODEL
     trainer.fit(module, loader(20), loader(2))
     with (folder / "log" / "metrics.csv").open() as file:

@@ -291,7 +291,7 @@ def test_token_beyond_the_vocabulary_is_refused(
 
 
 def test_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:
-    options = {"max_steps": 4, "limit_val_batches": 1}
+    options: dict[str, Any] = {"max_steps": 4, "limit_val_batches": 1}
     with pytest.raises(ConfigError, match="val_check_interval=3 is more than the 2 training steps"):
         _run(tmp_path, val_check_interval=3, limit_train_batches=0.5, **options)
     _run(tmp_path, val_check_interval=4, **options)

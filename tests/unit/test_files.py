@@ -77,6 +77,7 @@ def test_only_leftovers_of_killed_programs_are_deleted(tmp_path: Path) -> None:
         CheckpointError, match="another program is writing .*a.ckpt.partial at this moment"
     ):
         _start_partial(tmp_path / "a.ckpt")
+    assert lock is not None
     lock.release()
 
 

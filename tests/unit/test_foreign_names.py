@@ -16,8 +16,8 @@ from lightning_megatron import (
     MegatronModule,
     MegatronStrategy,
 )
-from lightning_megatron.cli.commands import PROG, build_parser
-from lightning_megatron.foreign_names import foreign_names
+from lightning_megatron.cli.commands import build_parser
+from lightning_megatron.foreign_names import PROG, foreign_names
 
 _WORDS = ("", "CUDA_VISIBLE_DEVICES", "seed_everything")
 

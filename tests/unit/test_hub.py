@@ -160,7 +160,7 @@ def _load_on_rank(source: str, cache: str, log: str) -> str:
         time.sleep(1)  # long enough for the other ranks to arrive
         return str(_add_to_cache(Path(cache), repo, Path(source)))
 
-    huggingface_hub.snapshot_download = download
+    huggingface_hub.snapshot_download = download  # type: ignore[assignment]
     constants.HF_HUB_CACHE = cache
     constants.HF_HUB_OFFLINE = False
     return str(MegatronModule(model="org/gpt", pretrained=True).pretrained_path)

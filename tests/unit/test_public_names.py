@@ -120,7 +120,7 @@ def test_a_saved_configuration_with_former_class_paths_runs(tmp_path: Path) -> N
         },
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    cli = MegatronCLI(["--config", str(tmp_path / "config.yaml")], run=False)
+    cli: Any = MegatronCLI(["--config", str(tmp_path / "config.yaml")], run=False)
     assert type(cli.datamodule) is lightning_megatron.IndexedDataModule
     assert any(isinstance(each, lightning_megatron.SpikeGuard) for each in cli.trainer.callbacks)
 

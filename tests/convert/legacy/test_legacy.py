@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.convert import inferred_model
-from lightning_megatron.convert.convert import ConvertOptions, convert
+from lightning_megatron.convert import ConvertOptions, inferred_model
+from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import find_source, open_source
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import tensors_in, tiny_bert, tiny_gpt2, tiny_llama

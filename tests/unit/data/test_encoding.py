@@ -229,7 +229,7 @@ def test_commands_take_the_encoding_and_report_what_was_replaced(tmp_path: Path)
     assert "40 characters that are not of the encoding were replaced by U+FFFD" in output
 
     prefix = str(tmp_path / "x")
-    options = {
+    options: dict[str, Any] = {
         "input": [path],
         "output_prefix": prefix,
         "tokenizer": tokenizer,

@@ -301,7 +301,7 @@ def test_every_token_type_of_older_formats_is_converted(
 class _Letters(str):
     """A tokenizer whose token n is the n-th letter."""
 
-    def decode(self, tokens: list[int]) -> str:  # type: ignore[override]
+    def decode(self, tokens: list[int]) -> str:
         return "".join(self[token] for token in tokens)
 
 

@@ -30,16 +30,15 @@ MaskedObjective: TypeAlias = BertObjective | T5Objective
 WORD = first_text_id() + 1
 LONG = [WORD] * 513
 FEW = replace(word_pieces(), sentinels=word_pieces().sentinels[:4])
+_DEFAULTS = {"seq_length": 64, "tokenizer": word_pieces()}
 
 
 def _bert(**options: Any) -> BertObjective:
-    return BertObjective(**({"seq_length": 64, "tokenizer": word_pieces()} | options))
+    return BertObjective(**{**_DEFAULTS, **options})
 
 
 def _t5(**options: Any) -> T5Objective:
-    return T5Objective(
-        **({"seq_length": 64, "seq_length_decoder": 64, "tokenizer": word_pieces()} | options)
-    )
+    return T5Objective(**{**_DEFAULTS, "seq_length_decoder": 64, **options})
 
 
 def _open(
@@ -52,7 +51,7 @@ def _open(
 
 # ---- compared with Megatron -----------------------------------------------------------------------------------------
 
-MUCH_MASKED = {"probability": 0.6, "short_sequence_probability": 0.5}
+MUCH_MASKED: dict[str, Any] = {"probability": 0.6, "short_sequence_probability": 0.5}
 ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
     "bert": (
         _bert(
@@ -69,7 +68,7 @@ ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
         _bert(seq_length=16, masking=MaskingOptions(max_ngram=1, whole_words=False)),
         5,
     ),
-    "bert, much masked": (_bert(masking=MaskingOptions(max_ngram=5, **MUCH_MASKED)), 2**31 - 2),  # type: ignore[arg-type]
+    "bert, much masked": (_bert(masking=MaskingOptions(max_ngram=5, **MUCH_MASKED)), 2**31 - 2),
     "t5": (
         _t5(
             seq_length=128,
@@ -83,7 +82,7 @@ ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
             seq_length_decoder=128,
             masking=MaskingOptions(max_ngram=4, **MUCH_MASKED),
             format="megatron",
-        ),  # type: ignore[arg-type]
+        ),
         2**31 - 2,
     ),
 }
@@ -191,7 +190,7 @@ def test_spans_beyond_the_sentinels_stay_unmasked(tmp_path: Path) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def _count_samples(documents: Documents, objective: MaskedObjective) -> Callable[[Path], object]:
+def _count_samples(documents: Any, objective: MaskedObjective) -> Callable[[Path], object]:
     return lambda folder: objective.count(
         part_of(Path(build(folder / "corpus", documents)), num_samples=100)
     )
@@ -232,7 +231,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
         "16 of 20 documents of .* sentences of at most 512 tokens; give",
     ),
     (
-        _count_samples([*[[[], []]] * 19, [[WORD]]], _t5()),
+        _count_samples([[[], []]] * 19 + [[[WORD]]], _t5()),
         "gives train 16 of 20 documents of .* with 0 tokens",
     ),
     (_read_token(word_pieces().size), "corpus has token 507, word-pieces has 0 to 506"),

@@ -1,6 +1,7 @@
 """Preprocessing writes the tokenizer's tokens in input order for any number of workers, or no dataset at all."""
 
 import gzip
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data import input_files, preprocess
+from lightning_megatron.data import preprocess
+from lightning_megatron.data.documents import cut_into_pieces
 from lightning_megatron.data.indexed import check_dataset
 from lightning_megatron.data.pieces import Piece
 from lightning_megatron.data.preprocess import (
@@ -44,7 +47,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(folder: Path, tokenizer: Path, **options: Any) -> PreprocessResult:
-    defaults = {
+    defaults: dict[str, Any] = {
         "input": [folder / "in"],
         "output_prefix": folder / "out" / "x",
         "tokenizer": tokenizer,
@@ -103,10 +106,7 @@ def test_number_of_workers_does_not_change_the_output(
         gzip.compress((tmp_path / "in" / "a.jsonl").read_bytes())
     )
     # Small pieces, so that workers finish out of order.
-    cut = preprocess.cut_into_pieces
-    monkeypatch.setattr(
-        preprocess, "cut_into_pieces", lambda files, keys, **limit: cut(files, keys, 500, **limit)
-    )
+    monkeypatch.setattr(preprocess, "cut_into_pieces", partial(cut_into_pieces, piece_bytes=500))
     outputs = []
     for workers in (1, 2, 3):
         output_prefix = tmp_path / f"w{workers}"
@@ -216,7 +216,7 @@ def test_invalid_options_and_inputs_are_refused(
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"one": 0}))).save_pretrained(
         tmp_path / "words"
     )
-    monkeypatch.setattr(input_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for options, message in (
         ({"input": [tmp_path / "empty.txt"]}, "no document has a token under 'text' in 1 files"),
         (

@@ -90,7 +90,7 @@ def test_rows_equal_megatrons(
     lengths = [*lengths, seq_length + 1]
     prefix = tmp_path_factory.mktemp("rows") / "a"
     _write(prefix, lengths)
-    options = {"drop_last_partial_validation_sequence": drop}
+    options: dict[str, Any] = {"drop_last_partial_validation_sequence": drop}
     split: dict[str, Any] = {"split": "0,1,0", "name": "valid"}
     (part,) = _parts(prefix.parent, num_samples=num_samples, **split)
     samples = opened(GPTObjective(seq_length=seq_length, **options), part)
@@ -166,7 +166,12 @@ def test_truncation_during_training_is_an_error(
             assert (_rows(samples) == before).all()
     if truncate_during_read:
         read = GPTObjective.read
-        monkeypatch.setattr(GPTObjective, "read", lambda *a: (os.truncate(file, 50), read(*a))[1])
+
+        def truncate_and_read(*args: Any) -> Any:
+            os.truncate(file, 50)
+            return read(*args)
+
+        monkeypatch.setattr(GPTObjective, "read", truncate_and_read)
     else:
         os.truncate(file, 50)
     with pytest.raises(
@@ -430,7 +435,7 @@ def _claim_a_huge_shape(path: Path) -> None:
     )
 
 
-REPLACEMENTS = (
+REPLACEMENTS: tuple[Callable[[Path], Any], ...] = (
     _replace_by_pickle,
     _replace_by_link,
     _replace_by_directory,
@@ -455,7 +460,7 @@ def test_no_damage_of_a_cached_index_changes_a_batch(
     for name in names:
         size = (cache / name).stat().st_size
         offsets = random.integers(0, size, FLIPS_PER_FILE).tolist()
-        flips = [
+        flips: list[Callable[[Path], Any]] = [
             partial(
                 _flip,
                 offset=offset,

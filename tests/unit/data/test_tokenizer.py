@@ -26,7 +26,7 @@ def _train(
     **options: Any,
 ) -> Any:
     (folder / "corpus.txt").write_text(TEXT)
-    defaults = {
+    defaults: dict[str, Any] = {
         "input": [folder / "corpus.txt"],
         "vocab_size": vocab_size,
         "output": folder / "tokenizer",

@@ -7,6 +7,7 @@ import resource
 import types
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +17,13 @@ from lightning_megatron.checkpoint.pickles import StandIn, read_pickle
 from lightning_megatron.errors import CheckpointError
 
 
-def _called(name: str, *arguments: object) -> object:
+def _called(name: str, *arguments: object) -> tuple[types.ModuleType, Any]:
     """Module and an object that unpickles by calling ``name``."""
     module, _, last = name.rpartition(".")
     owner = types.ModuleType(module)
-    setattr(
-        owner,
-        last,
-        cls := type(last, (), {"__module__": module, "__qualname__": last}),
-    )
+    cls: Any = type(last, (), {"__module__": module, "__qualname__": last})
     cls.__reduce__ = lambda self: (cls, arguments)
+    setattr(owner, last, cls)
     return owner, cls()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.steps.base import LossTerm
 from lightning_megatron.steps.bert import BertTrainStep
 from tests.unit.models.test_t5_layout import MODEL as TINY
 
@@ -89,8 +90,9 @@ def test_loss_mask_and_sample_mask_weight_tokens_and_rows() -> None:
     step.check_batch(batch)
     prepared = step.prepare_batch(batch)
     terms = step.loss_func(prepared, (TOKEN_LOSSES, None))
-    assert terms == {"lm_loss": (0.5 * 1.0 + 0.25 * 2.0, 0.75)}
-    assert step.counts(prepared) == {"lm_loss": 0.75}
+    expected = (torch.tensor(0.5 * 1.0 + 0.25 * 2.0), torch.tensor(0.75))
+    assert terms == {"lm_loss": LossTerm(*expected)}
+    assert step.counts(prepared) == {"lm_loss": expected[1]}
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

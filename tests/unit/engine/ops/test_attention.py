@@ -3,6 +3,7 @@
 The rest is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from lightning_megatron.engine.ops import attention, split_k
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
+from lightning_megatron.engine.ops.varlen_attention import attend_varlen, segment_runs
 from lightning_megatron.errors import ConfigError
 
 HEADS = 8
@@ -108,7 +110,7 @@ def test_split_k_attention_is_not_used_with_gradients(
     mask = torch.ones(3, 256, dtype=torch.int64)
     mask[:, :9] = 0
     layer = _layer("padding", "cross", HEADS)
-    qkv = tuple(x.detach().requires_grad_(i >= first) for i, x in enumerate(qkv))
+    qkv = [x.detach().requires_grad_(i >= first) for i, x in enumerate(qkv)]
     actual = torch.autograd.grad(
         layer(*qkv, mask).square().sum(),
         qkv[first:],
@@ -223,7 +225,7 @@ def test_flex_attention_equals_dense_masks(
 def test_segment_runs_start_where_ids_change(
     rows: list[list[int]], bounds: list[int] | None
 ) -> None:
-    runs = attention.segment_runs(torch.tensor(rows))
+    runs = segment_runs(torch.tensor(rows))
     assert (None if runs is None else runs.cu_seqlens.tolist()) == bounds
     if runs is not None:
         assert runs.max_seqlen == int(runs.cu_seqlens.diff().max())
@@ -242,7 +244,6 @@ class _Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     counts = _Calls()
     attend_flex = SDPAttention._attend_flex
-    attend_varlen = attention.attend_varlen
     # Otherwise torch silently falls back to s x s scores if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
@@ -418,10 +419,11 @@ def test_split_k_attention_is_exact_without_host_synchronization(
     inputs = [x.to("cuda", dtype) for x in (q, k, v, scores)]
     splits = split_k.num_key_splits(inputs[0], inputs[1])
     assert splits == length // split_k.SPLIT_SIZE
-    split_k.attend_split_k(*inputs, splits, 0.3)  # compiles
+    attend = partial(split_k.attend_split_k, splits=splits, scale=0.3)
+    attend(*inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = split_k.attend_split_k(*inputs, splits, 0.3)
+        actual = attend(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     q, k, v, scores = (x.double().cpu() for x in inputs)

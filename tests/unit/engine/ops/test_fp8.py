@@ -49,7 +49,7 @@ def test_matrix_and_transpose_share_one_full_range_scale(dtype: torch.dtype) -> 
     assert torch.equal(quantized.columns.float()[:, :20], quantized.rows.float().t())
     assert not quantized.columns.float()[:, 20:].any()
     assert torch.equal(
-        fp8.Fp8Linear.transposed(None, quantized.rows).float(),
+        fp8.Fp8Linear.transposed(None, quantized.rows).float(),  # type: ignore[arg-type]
         quantized.columns.float(),
     )
 
@@ -187,6 +187,7 @@ def _run_linear(
                 x = x.clone().requires_grad_()
                 y, _ = linear(x)
                 y.backward(dy)
+                assert fp8_linear.weight is not None
                 results["y"].append(y.detach())
                 results["dx"].append(x.grad)
                 results["weight_address"] = [
@@ -209,7 +210,7 @@ def _gather(
     sequence_parallel: bool,
 ) -> torch.Tensor:
     """Concatenate the ranks' shards of a result."""
-    shards = [results[name][i].float() for results in ranks]
+    shards: list[torch.Tensor] = [results[name][i].float() for results in ranks]
     if (name == "y") == (kind == "column"):
         return torch.cat(shards, -1)
     if sequence_parallel:
@@ -244,13 +245,15 @@ def test_linear_multiplies_its_quantized_operands(
             _round_trip(part, fp8.E5M2)
             for part in (dy.chunk(tp, 1) if kind == "column" else [dy] * tp)
         ]
-        y = [each @ shard.t() for each, shard in zip(xs, weights, strict=True)]
-        dx = [each @ shard for each, shard in zip(dys, weights, strict=True)]
-        y = torch.cat(y, 1) if kind == "column" else sum(y)
-        dx = torch.cat(dx, 1) if kind == "row" else sum(dx)
+        ys = [each @ shard.t() for each, shard in zip(xs, weights, strict=True)]
+        dxs = [each @ shard for each, shard in zip(dys, weights, strict=True)]
+        products = {
+            "y": torch.cat(ys, 1) if kind == "column" else torch.stack(ys).sum(0),
+            "dx": torch.cat(dxs, 1) if kind == "row" else torch.stack(dxs).sum(0),
+        }
         for rank in range(tp):
             weight_gradients[rank] += dys[rank].t() @ xs[rank]
-        for name, expected in (("y", y), ("dx", dx)):
+        for name, expected in products.items():
             actual = _gather(
                 kind,
                 ranks,

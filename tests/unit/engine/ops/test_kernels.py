@@ -193,9 +193,11 @@ def test_token_losses_equal_a_dense_softmax(
 def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
     logits, labels, _ = _inputs(VOCAB, torch.bfloat16)
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x) or x,
-        lambda x: x,
-    ):
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         token_losses(logits.requires_grad_(), labels, world)
     assert [x.dtype for x in saved if x.shape == logits.shape] == [torch.bfloat16]

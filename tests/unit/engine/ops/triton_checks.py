@@ -250,7 +250,7 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
     ]
     lows[1] = None
     lists = (weights, gradients, firsts, seconds)
-    expected = [[x.clone() for x in tensors] for tensors in lists]
+    expected: Any = [[x.clone() for x in tensors] for tensors in lists]
     options = {
         "lr": 0.01,
         "betas": (0.9, 0.95),
@@ -269,7 +269,8 @@ def test_adam_kernel_clips_updates_and_copies(decoupled: bool, found_inf: float 
     adam_step(table, torch.bfloat16, options, scale, overflow, decoupled=decoupled)
     if not found_inf:
         torch._foreach_div_(expected[1], 4.0)
-        (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
+        update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        update(
             *expected, [], [torch.tensor(3.0, device=DEVICE)] * 3, lr=0.01, beta1=0.9, beta2=0.95, weight_decay=0.1,
             eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
@@ -338,4 +339,7 @@ def test_fp8_cast_of_matrix_and_transpose_equals_torch(
         outputs = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
         scale = fp8_cast(x, amax, 1e-30, *outputs)
         for each, other in zip((*outputs, scale), expected, strict=True):
-            assert (each is None and other is None) or torch.equal(each.float(), other.float())
+            if each is None or other is None:
+                assert each is other
+            else:
+                assert torch.equal(each.float(), other.float())
