@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -15,14 +16,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
-from lightning_megatron.foreign_names import foreign_names, suggest_option
+from lightning_megatron.foreign_names import ForeignName, foreign_names, suggest_option
 from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import open_new
@@ -62,7 +63,7 @@ PRECISIONS = {
 _CHOICES: dict[str, dict[str, Any]] = {
     "bool": _BOOLEANS,
     "recompute": {**_RECOMPUTE, "false": None, "none": None},
-    "precision": {**PRECISIONS, **{name: name for name in ("bf16-mixed", "16-mixed", "32-true")}},
+    "precision": PRECISIONS | {name: name for name in PRECISIONS.values()},
     "accelerator": {"gpu": "gpu", "cpu": "cpu", "true": "cpu", "false": "gpu"},
     "positions": {"true": "rotary", "false": None},
 }
@@ -113,24 +114,29 @@ def config(
         raise ConfigError(
             "--template, --from-accelerate: expected one of them, got both; leave one out"
         )
-    text = "" if template is None else _template(template, output)
+    content = None
+    if template is not None:
+        content = _template(template, output)
+        report = f": {template}. Edit it, and run the command in its first lines."
     check_output("--output", output, overwrite)  # before any question
-    next_steps = f"{template}. Edit it, and run the command in its first lines."
-    if template is None:
+    if content is None:
         if from_accelerate is None:
-            settings, origin = _interview(), "made by lightning-megatron config"
-            next_steps = f"Run\n\n{_how_to_run(output, settings, {})}"
+            settings = _interview()
+            origin = "made by lightning-megatron config"
+            report = f". Run\n\n{_how_to_run(output, settings, {})}"
         else:
             settings, launch = _import_accelerate(from_accelerate)
-            origin = f"made from {from_accelerate.name}, which does not describe model and data: change those"
-            next_steps = (
-                f"Edit model and data in it, then run\n\n{_how_to_run(output, settings, launch)}"
-            )
-        text = f"# {' '.join(origin.split())}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
-        text += as_yaml(settings)
+            name = " ".join(from_accelerate.name.split())
+            origin = f"made from {name}, which does not describe model and data: change those"
+            commands = _how_to_run(output, settings, launch)
+            report = f". Edit model and data in it, then run\n\n{commands}"
+        content = (
+            f"# {origin}.\n#\n#   lightning-megatron fit --config {shlex.quote(str(output))}\n"
+        )
+        content += as_yaml(settings)
     with failures_as_errors(f"--output {output} cannot be written"), open_new(output) as file:
-        file.write(text)
-    print(f"{output} is written{': ' if template else '. '}{next_steps}")
+        file.write(content)
+    print(f"{output} is written{report}")
 
 
 def check_output(option: str, path: Path, overwrite: bool) -> None:
@@ -152,52 +158,64 @@ def check_output(option: str, path: Path, overwrite: bool) -> None:
 
 def _template(name: str, output: Path) -> str:
     """Read a file of configs/, which is beside the package in a checkout, and inside the installed package."""
-    folder = next(
-        path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()
-    )
+    folder = _PACKAGE / "configs"
+    if not folder.is_dir():
+        folder = _PACKAGE.parent / "configs"
     files = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     if name not in files:
         raise ConfigError(f"--template {name} is unknown; choose from {', '.join(files)}")
-    return (
-        files[name]
-        .read_text(encoding="utf-8")
-        .replace(f"configs/{name}.yaml", shlex.quote(str(output)))
-    )
+    text = files[name].read_text(encoding="utf-8")
+    return text.replace(f"configs/{name}.yaml", shlex.quote(str(output)))
 
 
 def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
     """Command lines that launch the run; ``launch`` has Accelerate's rendezvous options."""
-    fit, nodes = f"fit --config {shlex.quote(str(output))}", settings["trainer.num_nodes"]
-    gpus, port = launch.get("gpu_ids", "all"), launch.get("main_process_port")
-    torchrun = "  " if gpus == "all" else f"  CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
-    single = f"{torchrun}lightning-megatron {fit}\n  or\n"
-    torchrun += f"torchrun --nproc-per-node={settings['trainer.devices']}"
-    module = f" -m lightning_megatron {fit}"
+    fit = f"fit --config {shlex.quote(str(output))}"
+    start = "  "
+    gpus = launch.get("gpu_ids", "all")
+    if gpus != "all":
+        start += f"CUDA_VISIBLE_DEVICES={shlex.quote(gpus)} "
+    torchrun = f"{start}torchrun --nproc-per-node={settings['trainer.devices']}"
+    module = f"-m lightning_megatron {fit}"
+    nodes = settings["trainer.num_nodes"]
+    port = launch.get("main_process_port")
     if nodes == 1:
-        return single + torchrun + (f" --master-port={port}" if port else "") + module
+        if port:
+            torchrun += f" --master-port={port}"
+        return f"{start}lightning-megatron {fit}\n  or\n{torchrun} {module}"
+    address = launch.get("main_process_ip", "FIRST_MACHINE")
     torchrun += f" --nnodes={nodes} --node-rank={launch.get('machine_rank', 0)}"
     torchrun += f" --rdzv-backend={launch.get('rdzv_backend', 'static')}"
-    torchrun += f" --rdzv-endpoint={launch.get('main_process_ip', 'FIRST_MACHINE')}:{port or 29500}"
-    return f"{torchrun}{module}\n\non this machine, and on the others with their own --node-rank"
+    torchrun += f" --rdzv-endpoint={address}:{port or 29500}"
+    return f"{torchrun} {module}\n\non this machine, and on the others with their own --node-rank"
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
+class _Line(NamedTuple):
+    text: str
+    option: str
+    """Dotted name of the setting; empty for lines without one."""
+    match: re.Match[str] | None
+
+
 @functools.cache
-def _lines() -> tuple[tuple[str, str, re.Match[str] | None], ...]:
-    """(option, line, match) of each line of run_settings.yaml; empty option and None for lines without a setting."""
-    lines: list[tuple[str, str, re.Match[str] | None]] = []
-    parents: list[tuple[int, str]] = []
+def _lines() -> tuple[_Line, ...]:
+    """Lines of run_settings.yaml."""
+    lines: list[_Line] = []
+    parents: dict[int, str] = {}
     text = Path(__file__).with_name("run_settings.yaml").read_text(encoding="utf-8")
     for line in text.splitlines()[1:]:
         match = _LINE.fullmatch(line)
+        option = ""
         if match is not None:
             depth = len(match["indent"])
-            parents = [*(parent for parent in parents if parent[0] < depth), (depth, match["name"])]
-        is_setting = match is not None and match["default"] is not None
-        option = ".".join(name for _, name in parents if name != "init_args")
-        lines.append((option if is_setting else "", line, match if is_setting else None))
+            parents = {indent: name for indent, name in parents.items() if indent < depth}
+            parents[depth] = match["name"]
+            if match["default"] is not None:
+                option = ".".join(name for name in parents.values() if name != "init_args")
+        lines.append(_Line(line, option, match))
     return tuple(lines)
 
 
@@ -212,19 +230,21 @@ def _parse(kind: str, value: Any) -> Any:
         choices = _CHOICES[kind]
         if text.lower() in choices:
             return choices[text.lower()]
-        words = {choice: word for word, choice in reversed(choices.items())}
-        raise ConfigError(f"expected {' or '.join(reversed(words.values()))}, got {text!r}")
+        words: dict[Any, str] = {}
+        for word, choice in choices.items():
+            words.setdefault(choice, word)
+        raise ConfigError(f"expected {' or '.join(words.values())}, got {text!r}")
     if kind in ("text", "str", "dict"):
         return text
     if kind == "ints":
         return [_parse("int", item) for item in re.findall(r"[^\s,\[\]]+", text)]
     minimum = 1 if kind == "int" else 0
+    noun = "a number" if kind == "float" else "an integer"
     try:
         number = float(text) if kind == "float" else int(text)
     except ValueError:
         number = -1
     if not number >= minimum:  # also for NaN
-        noun = "a number" if kind == "float" else "an integer"
         raise ConfigError(f"expected {noun} of at least {minimum}, got {text!r}")
     return number
 
@@ -235,10 +255,12 @@ def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
     Raises:
         ConfigError: If the sizes are incompatible.
     """
-    options = {field.name: f"trainer.strategy.{field.name}" for field in fields(ParallelConfig)}
-    parallel = ParallelConfig(
-        **{name: settings[option] for name, option in options.items() if option in settings}
-    )
+    sizes = {}
+    for field in fields(ParallelConfig):
+        option = f"trainer.strategy.{field.name}"
+        if option in settings:
+            sizes[field.name] = settings[option]
+    parallel = ParallelConfig(**sizes)
     devices = settings.get("trainer.devices")
     if isinstance(devices, int):
         parallel.data_parallel_size(devices * settings["trainer.num_nodes"])
@@ -248,15 +270,17 @@ def _layout(settings: Mapping[str, Any]) -> ParallelConfig:
 def as_yaml(settings: Mapping[str, Any]) -> str:
     """Format settings as a commented YAML for ``fit``."""
     lines = []
-    for option, text, match in _lines():
-        if match is None or (option not in settings and not match["optional"]):
-            lines.append(text)
-        elif option in settings:
+    for text, option, match in _lines():
+        if match is not None and option in settings:
             value = yaml.safe_dump(
                 [settings[option]], default_flow_style=True, width=10**6, allow_unicode=True
             )
-            comment = match["meaning"] and f" # {match['meaning']}"
-            lines.append(f"{match['indent']}{match['name']}: {value.strip()[1:-1]}{comment or ''}")
+            line = f"{match['indent']}{match['name']}: {value.strip()[1:-1]}"
+            if match["meaning"]:
+                line += f" # {match['meaning']}"
+            lines.append(line)
+        elif match is None or not match["optional"]:
+            lines.append(text)
     return "\n".join(lines) + "\n"
 
 
@@ -298,11 +322,13 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
     strategy = "trainer.strategy"
     yield "model.model", "gpt2"
     name, model = described_model(answers["model.model"])
-    path = (
-        Path(name) if isinstance(name, str) else None
-    )  # a directory, a file, or a name on the hub
-    if path and (not path.exists() or any((*path.glob("*.safetensors"), *path.glob("*.bin")))):
-        yield "model.pretrained", "yes"
+    default_tokenizer = "data/tokenizer"
+    if isinstance(name, str):  # a directory, a file, or a name on the hub
+        path = Path(name)
+        if not path.exists() or [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+            yield "model.pretrained", "yes"
+        if not path.is_file():
+            default_tokenizer = name
     yield "trainer.accelerator", "gpu" if shutil.which("nvidia-smi") else "cpu"
     yield "trainer.num_nodes", 1
     yield f"{strategy}.tp", 1
@@ -314,21 +340,19 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
     yield f"{strategy}.recompute", "selective"
     yield f"{strategy}.distributed_optimizer", "yes"
     yield "trainer.gradient_clip_val", 1.0
-    yield (
-        "trainer.devices",
-        -(-answers[f"{strategy}.tp"] * answers[f"{strategy}.pp"] // answers["trainer.num_nodes"]),
-    )
-    yield (
-        "trainer.precision",
-        "bf16-mixed" if answers["trainer.accelerator"] == "gpu" else "32-true",
-    )
-    yield (
-        "data.data_path",
-        f"data/corpus_text_{'document' if model.architecture == 'gpt' else 'sentence'}",
-    )
-    if (is_text := answers["data.data_path"].endswith(".jsonl")) or model.architecture != "gpt":
-        yield "data.tokenizer", "data/tokenizer" if path is None or path.is_file() else str(path)
-    answers["data.class_path"] = "InstructionDataModule" if is_text else "IndexedDataModule"
+    model_size = answers[f"{strategy}.tp"] * answers[f"{strategy}.pp"]
+    yield "trainer.devices", math.ceil(model_size / answers["trainer.num_nodes"])
+    on_gpu = answers["trainer.accelerator"] == "gpu"
+    yield "trainer.precision", "bf16-mixed" if on_gpu else "32-true"
+    is_gpt = model.architecture == "gpt"
+    unit = "document" if is_gpt else "sentence"
+    yield "data.data_path", f"data/corpus_text_{unit}"
+    answers["data.class_path"] = "IndexedDataModule"
+    has_instructions = answers["data.data_path"].endswith(".jsonl")
+    if has_instructions:
+        answers["data.class_path"] = "InstructionDataModule"
+    if has_instructions or not is_gpt:
+        yield "data.tokenizer", default_tokenizer
     yield "data.seq_length", min(1024, _max_length(model) or 1024)
     yield "data.micro_batch_size", 4
     yield "model.lr", 2e-5 if answers.get("model.pretrained") else 3e-4
@@ -336,13 +360,11 @@ def _questions(answers: Settings) -> Iterator[tuple[str, Any]]:
 
 
 def _ask(option: str, default: Any) -> Any:
-    match = next(match for name, _, match in _lines() if name == option)
+    match = next(line.match for line in _lines() if line.option == option)
     assert match is not None
-    kind = (
-        match["name"]
-        if match["name"] in _CHOICES
-        else type(yaml.safe_load(match["default"])).__name__
-    )
+    kind = match["name"]
+    if kind not in _CHOICES:
+        kind = type(yaml.safe_load(match["default"])).__name__
     text = input(f"{match['name']}: {match['meaning']} [{default}]: ")
     if not sys.stdin.isatty():
         print(text)  # echo it, as a terminal does
@@ -364,12 +386,10 @@ def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
     from lightning_megatron.storage.hub import local_folder
 
     path = Path(answer).expanduser()
-    value = (
-        {"model_type": answer} if answer in known_families() and not path.exists() else str(path)
-    )
-    return value, model_config(
-        value if isinstance(value, dict) else str(local_folder(value, "config"))
-    )
+    if answer in known_families() and not path.exists():
+        by_type = {"model_type": answer}
+        return by_type, model_config(by_type)
+    return str(path), model_config(str(local_folder(str(path), "config")))
 
 
 # ---- Accelerate's file ----------------------------------------------------------------------------------------------
@@ -382,31 +402,32 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
         ConfigError: If it cannot be read, or a key or value is unknown, unsupported or incompatible with others.
     """
     source = _read_flat(path)
-    rows = {f"{'megatron_lm_' * (row.used_by != 'config')}{row.theirs}": row
-            for row in foreign_names() if row.value or row.used_by in ("config", "plugin")}  # fmt: skip
+    rows = _accelerate_rows()
     for key in source:
         if key not in rows:
-            fix = suggest_option(key, list(rows)).partition("choose from")[0] or "remove it"
+            hint = suggest_option(key, list(rows))
+            fix = hint.partition("choose from")[0] or "remove it"
             raise ConfigError(f"{path}: {key} is not among the keys of accelerate config; {fix}")
-    settings, launch, ignored = dict(_ACCELERATE_DEFAULTS), dict[str, str](), dict[str, list[str]]()
+    settings = dict(_ACCELERATE_DEFAULTS)
+    launch: dict[str, str] = {}
+    ignored: dict[str, list[str]] = {}
     samples: dict[str, str] = {}
     for key, row in rows.items():
         value = source.get(key)
         if not row.value:
             if key in source:
-                reason = "; ".join(filter(None, (row.ours and f"set {row.ours}", row.note)))
+                set_ours = row.ours and f"set {row.ours}"
+                reason = "; ".join(filter(None, (set_ours, row.note)))
                 ignored.setdefault(reason, []).append(key)
         elif isinstance(value, (dict, list)) and row.value != "ints":
             raise ConfigError(
                 f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it"
             )
         elif row.value.startswith("="):
-            if str(value).strip() != row.value[1:] and (
-                value is not None or key == "distributed_type"
-            ):
-                raise ConfigError(
-                    f"{path}: {key}: expected {row.value[1:]}, got {value}; {row.note}"
-                )
+            expected = row.value[1:]
+            is_required = value is not None or key == "distributed_type"
+            if is_required and str(value).strip() != expected:
+                raise ConfigError(f"{path}: {key}: expected {expected}, got {value}; {row.note}")
         elif value is not None and row.value == "launch":
             launch[key] = str(value)
         elif value is not None:
@@ -417,8 +438,9 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
                 settings[row.cli_name] = _parse(row.value, value)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {key}: {error}; {row.note or 'correct it'}") from None
-    processes, nodes = settings["trainer.devices"], settings["trainer.num_nodes"]
+    processes = settings["trainer.devices"]
     if processes != "auto":  # per machine, from the total
+        nodes = settings["trainer.num_nodes"]
         require_divides("num_machines", nodes, "num_processes", processes)
         settings["trainer.devices"] = processes // nodes
     _layout(settings)
@@ -434,6 +456,17 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
     return settings, launch
 
 
+def _accelerate_rows() -> dict[str, ForeignName]:
+    """Rows of the table for keys of ``accelerate config``, by key."""
+    rows = {}
+    for row in foreign_names():
+        if row.used_by == "config":
+            rows[row.theirs] = row
+        elif row.value or row.used_by == "plugin":
+            rows[f"megatron_lm_{row.theirs}"] = row
+    return rows
+
+
 def _samples_to_steps(settings: Settings, option: str) -> str:
     """Convert ``settings[option]`` from samples to complete steps, and describe the conversion in a line.
 
@@ -442,26 +475,41 @@ def _samples_to_steps(settings: Settings, option: str) -> str:
     """
     from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 
-    parallel, rows = _layout(settings), settings.setdefault("data.micro_batch_size", 4)
-    if (devices := settings["trainer.devices"]) == "auto":
+    parallel = _layout(settings)
+    rows = settings.setdefault("data.micro_batch_size", 4)
+    devices = settings["trainer.devices"]
+    if devices == "auto":
         raise ConfigError(
             "samples become steps by the number of replicas: expected num_processes, got none; add it"
         )
-    dp, ramp = parallel.data_parallel_size(devices * settings["trainer.num_nodes"]), None
+    dp = parallel.data_parallel_size(devices * settings["trainer.num_nodes"])
+    ramp = None
+    growth = ""
     if values := settings.get("data.rampup_batch_size"):
         if len(values) != 3:
             raise ConfigError(
                 f"rampup_batch_size: expected START INCREMENT SAMPLES, got {values}; correct it"
             )
         ramp = BatchRampup(*values)
-    shape = BatchShape(micro_batch_size=rows, num_microbatches=parallel.num_microbatches, data_parallel_size=dp,
-                       data_parallel_rank=0, rampup=ramp)  # fmt: skip
+        growth = f"{ramp.start:,} rows, growing to "
+    shape = BatchShape(
+        micro_batch_size=rows,
+        num_microbatches=parallel.num_microbatches,
+        data_parallel_size=dp,
+        data_parallel_rank=0,
+        rampup=ramp,
+    )
     samples: int = settings[option]
-    settings[option] = steps = shape.steps_in(0, samples)
+    steps = shape.steps_in(0, samples)
+    settings[option] = steps
+    message = (
+        f"{samples:,} samples are {steps:,} steps of {growth}{shape.global_batch_size:,} rows "
+        f"(micro_batch_size={rows} x {parallel.num_microbatches} x dp={dp})"
+    )
     rest = samples - shape.position_after(0, steps)
-    size = f"{shape.global_batch_size:,} rows (micro_batch_size={rows} x {parallel.num_microbatches} x dp={dp})"
-    growth = "" if ramp is None else f"{ramp.start:,} rows, growing to "
-    return f"{samples:,} samples are {steps:,} steps of {growth}{size}{f', and {rest:,} are left over' * (rest > 0)}"
+    if rest > 0:
+        message += f", and {rest:,} are left over"
+    return message
 
 
 def _read_flat(path: Path) -> dict[str, Any]:
@@ -477,11 +525,15 @@ def _read_flat(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} cannot be read as a configuration of Accelerate: {error}"
         ) from None
-    section = content.pop("megatron_lm_config", None) or {} if isinstance(content, dict) else {}
-    for name, part in ((path, content), (f"{path}: megatron_lm_config", section)):
-        if not isinstance(part, dict):
-            kind = type(part).__name__
-            raise ConfigError(
-                f"{name}: expected keys and values, got a {kind}; run accelerate config again"
-            )
-    return {str(key): value for key, value in {**content, **section}.items()}
+    _check_mapping(path, content)
+    section = content.pop("megatron_lm_config", None) or {}
+    _check_mapping(f"{path}: megatron_lm_config", section)
+    return {str(key): value for key, value in (content | section).items()}
+
+
+def _check_mapping(name: object, part: object) -> None:
+    if not isinstance(part, dict):
+        kind = type(part).__name__
+        raise ConfigError(
+            f"{name}: expected keys and values, got a {kind}; run accelerate config again"
+        )

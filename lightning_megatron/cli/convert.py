@@ -83,11 +83,12 @@ def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> N
     seconds = max(time.monotonic() - start, 1e-9)
     if int(os.environ.get("RANK", 0)) > 0:  # set by torchrun
         return
-    sizes = [file.stat().st_size for file in options.save_path.rglob("*") if file.is_file()]
+    files = [file for file in options.save_path.rglob("*") if file.is_file()]
+    num_bytes = sum(file.stat().st_size for file in files)
     sources = ", ".join(map(str, (options.load_path, *average_with)))
     print(
-        f"{options.save_path}: {len(sizes):,} files, {readable_size(sum(sizes))}, from {kind} {sources}, in "
-        f"{seconds:.1f} s ({readable_size(sum(sizes) / seconds)}/s)"
+        f"{options.save_path}: {len(files):,} files, {readable_size(num_bytes)}, from {kind} {sources}, in "
+        f"{seconds:.1f} s ({readable_size(num_bytes / seconds)}/s)"
     )
     if options.to == "megatron":
         print(

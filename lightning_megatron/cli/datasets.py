@@ -87,7 +87,8 @@ def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
     """
     from lightning_megatron.data.indexed_writer import merge_datasets
 
-    _print_merged(merge_datasets([str(prefix) for prefix in input], str(output_prefix)), input)
+    prefixes = [str(prefix) for prefix in input]
+    _print_merged(merge_datasets(prefixes, str(output_prefix)), input)
 
 
 def _print_merged(merged: IndexedDataset, sources: Sequence[str | Path]) -> None:

@@ -80,7 +80,7 @@ def _versions() -> Iterable[tuple[str, str]]:
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield "NCCL", nccl
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    cudnn = torch.backends.cudnn.version()
     yield "cuDNN", str(cudnn or "not used")
 
 
@@ -109,6 +109,7 @@ def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    table = [tuple(header), *(tuple(row) for row in rows)]
-    table.insert(1, tuple("-" * max(map(len, column)) for column in zip(*table, strict=True)))
+    table = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table.insert(1, ["-" * width for width in widths])
     return "\n".join((title, "", *columns(table)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,10 +88,8 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     early_stopping: Any = {"true": True, "false": False}.get(options.early_stopping, "never")
     generation = replace(generation, early_stopping=early_stopping)
     prompts = read_prompts(options.prompt, options.prompt_file, options.tp * options.pp)
-    can_stream = (
-        len(prompts) == generation.num_beams == generation.num_return_sequences == 1
-        and not options.json
-    )
+    num_sequences = len(prompts) * generation.num_beams * generation.num_return_sequences
+    can_stream = num_sequences == 1 and not options.json
     if options.stream and not can_stream:
         raise ConfigError(
             "--stream: expected one prompt and completion, without beams or --json; leave it out"
@@ -114,9 +113,12 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     tokenizer = _tokenizer(options.tokenizer, stored)
     generation = _with_special_tokens(generation, stored, tokenizer)
     input_ids, mask = encode_prompts(prompts, tokenizer, add_bos=options.add_bos)
-    build_request({"input_ids": input_ids, "attention_mask": mask}, vars(generation), stored.model)
+    batch = {"input_ids": input_ids, "attention_mask": mask}
+    build_request(batch, vars(generation), stored.model)
     writer = TextWriter(prompts, tokenizer, generation, as_json=options.json, is_t5=is_t5)
-    streams = can_stream and (sys.stdout.isatty() if options.stream is None else options.stream)
+    streams = options.stream
+    if streams is None:
+        streams = can_stream and sys.stdout.isatty()
     rows = [
         {"input_ids": row, "attention_mask": row_mask}
         for row, row_mask in zip(input_ids, mask, strict=True)
@@ -171,19 +173,20 @@ def _predict(
             loading.fill()
 
         def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            writes = self.trainer.is_global_zero
+            sequences: Any
             if streams:
-                on_tokens = partial(writer.add, batch) if self.trainer.is_global_zero else None
-                sequences: Any = self.generate(**batch, on_tokens=on_tokens, **vars(generation))
+                on_tokens = partial(writer.add, batch) if writes else None
+                sequences = self.generate(**batch, on_tokens=on_tokens, **vars(generation))
             else:
                 sequences = super().predict_step(batch, batch_idx, dataloader_idx)
-            if self.trainer.is_global_zero:
+            if writes:
                 writer.end(batch, sequences)
 
     check_accelerator(options.accelerator)
     module = WritingModule(model=stored.hf_config, generation=generation)
-    module.model_config = (
-        stored.model
-    )  # may be a variant that a Hugging Face config cannot describe
+    # It may be a variant that a Hugging Face config cannot describe.
+    module.model_config = stored.model
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     trainer = Trainer(
@@ -204,21 +207,21 @@ def _default_precision(stored: ModelSource, accelerator: str) -> Any:
     """Precision for the dtype of the stored weights on GPUs; float32 on CPUs, most of which compute faster in it."""
     import torch
 
-    on_gpu = (
-        {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
-        if torch.cuda.is_available()
-        else {}
-    )
-    return "32-true" if accelerator == "cpu" else on_gpu.get(stored.dtype, "32-true")
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return "32-true"
+    by_dtype = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
+    return by_dtype.get(stored.dtype, "32-true")
 
 
-def _tokenizer(folder: Path | None, stored: ModelSource) -> Any:
+def _tokenizer(given: Path | None, stored: ModelSource) -> Any:
     from lightning_megatron.convert.companions import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
     from lightning_megatron.storage.hub import local_folder
 
-    source = folder or stored.path
-    folder = stored.companions if folder is None else local_folder(folder, "tokenizer")
+    source = given or stored.path
+    folder = stored.companions
+    if given is not None:
+        folder = local_folder(given, "tokenizer")
     if folder is None or not folder.is_dir() or not tokenizer_files(folder):
         raise ConfigError(f"{source} has no tokenizer; give --tokenizer DIR")
     tokenizer = load_tokenizer(folder)
@@ -233,13 +236,14 @@ def _with_special_tokens(
     from lightning_megatron.convert.companions import generation_config
     from lightning_megatron.generate.special_tokens import special_token_ids
 
-    tokens = special_token_ids(
-        stored.companions if generation_config(stored.companions) else stored.hf_config
-    )
+    has_config = generation_config(stored.companions)
+    tokens = special_token_ids(stored.companions if has_config else stored.hf_config)
     eos = tuple(token for token in tokens.eos if token < stored.model.vocab_size)
     if not eos and tokenizer.eos_token_id is not None:
         eos = (tokenizer.eos_token_id,)
-    pad = tokens.pad if tokens.pad is not None else tokenizer.pad_token_id
+    pad = tokens.pad
+    if pad is None:
+        pad = tokenizer.pad_token_id
     return replace(generation, eos_token_id=eos, pad_token_id=pad, tokenizer=tokenizer)
 
 
@@ -257,19 +261,21 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
     Raises:
         ConfigError: If neither or both are given, or the file cannot be read, is not UTF-8, or has no text.
     """
-    if (texts is None) == (file is None):
-        raise ConfigError(
-            f"{'one' if file is None else 'only one'} of the arguments --prompt --prompt-file is required"
-        )
     if file is None:
-        return list(texts or [])
-    is_input = file == Path("-")
-    if is_input and num_processes > 1:
-        raise ConfigError(
-            f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file"
-        )
+        if texts is None:
+            raise ConfigError("one of the arguments --prompt --prompt-file is required")
+        return list(texts)
+    if texts is not None:
+        raise ConfigError("only one of the arguments --prompt --prompt-file is required")
+    source = file
+    if file == Path("-"):
+        if num_processes > 1:
+            raise ConfigError(
+                f"--prompt-file -: expected one process, which can read it, got {num_processes}; give a file"
+            )
+        source = Path("/dev/stdin")
     try:
-        content = (Path("/dev/stdin") if is_input else file).read_bytes()
+        content = source.read_bytes()
         # Some editors write a byte order mark, which the decoder drops.
         text = Decoder(TextEncoding(), fix="save it as UTF-8").decode(content)
     except OSError as error:
@@ -277,8 +283,7 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: 
         raise ConfigError(f"--prompt-file {file} cannot be read: {error.strerror}; {fix}") from None
     except UndecodableError as error:
         raise ConfigError(f"--prompt-file {file} {error}") from None
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line for line in re.split("\r\n|\r|\n", text) if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompt-file {file} has no text; write one prompt per line")
     return prompts
@@ -314,11 +319,8 @@ class TextWriter:
 
         self._new += [token for token in tokens.tolist() if token >= 0]
         prompt = [] if self.is_t5 else batch["input_ids"][0].tolist()
-        self._write(
-            self._format(decode_completion(self.tokenizer, prompt, self._new)).rstrip(
-                _REPLACEMENT_CHARACTER
-            )
-        )
+        completion = decode_completion(self.tokenizer, prompt, self._new)
+        self._write(self._format(completion).rstrip(_REPLACEMENT_CHARACTER))
 
     def end(self, batch: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
         """Write the completions of a batch, or the rest of the streamed one."""
@@ -326,18 +328,24 @@ class TextWriter:
 
         for text in decode_completions(self.tokenizer, sequences, **batch, is_t5=self.is_t5):
             self._write(self._format(text) + "\n")
-            self._num_done, self._num_shown = self._num_done + 1, 0
+            self._num_done += 1
+            self._num_shown = 0
 
     def _format(self, text: str) -> str:
         """Format a completion with its prompt, up to and including the first stop string."""
         prompt = self.prompts[self._num_done // self.generation.num_return_sequences]
-        ends = [text.index(stop) + len(stop) for stop in self.generation.stop_texts if stop in text]
+        stops = self.generation.stop_texts
+        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
         text = text[: min(ends, default=None)]
         if self.as_json:
-            escapes = not (sys.stdout.encoding or "utf").lower().startswith("utf")
+            encoding = sys.stdout.encoding or "utf"
+            escapes = not encoding.lower().startswith("utf")
             return json.dumps({"prompt": prompt, "text": text}, ensure_ascii=escapes)
-        separator = "\n" if self._num_done else ""
-        return f"{separator}{prompt}{self.is_t5 * chr(10)}{text}"
+        if self._num_done:
+            prompt = f"\n{prompt}"
+        if self.is_t5:
+            prompt += "\n"
+        return prompt + text
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text[self._num_shown :])

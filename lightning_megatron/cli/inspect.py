@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +19,33 @@ if TYPE_CHECKING:
 
 _MAX_NAMED = 5
 _MODEL_FIELDS = (
-    *("family", "model_type", "architecture", "architectures", "task"),
-    *(
-        "num_layers",
-        "num_hidden_layers",
-        "n_layer",
-        "num_decoder_layers",
-        "hidden_size",
-        "n_embd",
-        "d_model",
-    ),
-    *(
-        "ffn_hidden_size",
-        "intermediate_size",
-        "n_inner",
-        "d_ff",
-        "num_attention_heads",
-        "n_head",
-        "num_heads",
-    ),
-    *(
-        "num_query_groups",
-        "num_key_value_heads",
-        "vocab_size",
-        "max_position_embeddings",
-        "n_positions",
-    ),
-    *("padded_vocab_size", "position_embedding_type", "normalization"),
+    "family",
+    "model_type",
+    "architecture",
+    "architectures",
+    "task",
+    "num_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "num_decoder_layers",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "ffn_hidden_size",
+    "intermediate_size",
+    "n_inner",
+    "d_ff",
+    "num_attention_heads",
+    "n_head",
+    "num_heads",
+    "num_query_groups",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "n_positions",
+    "padded_vocab_size",
+    "position_embedding_type",
+    "normalization",
 )
 """Fields of a model config to show in text."""
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
@@ -86,7 +87,8 @@ def inspect_path(
                 )
     if report is None:
         raise DataError(_error_message(str(path)))
-    print("\n".join(map(printable, report.split("\n"))), flush=True)
+    for line in report.split("\n"):
+        print(printable(line))
 
 
 def _report_dataset(
@@ -94,7 +96,8 @@ def _report_dataset(
 ) -> str | None:
     from lightning_megatron.data.indexed_report import as_text, dataset_prefix, describe_dataset
 
-    if (prefix := dataset_prefix(path)) is None:
+    prefix = dataset_prefix(path)
+    if prefix is None:
         return None
     if path.endswith(".bin") and not os.path.exists(f"{prefix}.idx"):
         from lightning_megatron.convert.weight_files import directory_of
@@ -102,12 +105,15 @@ def _report_dataset(
         if directory_of(Path(path)) is not None:  # weights of a Hugging Face model
             return None
     tokenizer = None
+    num_shown = 0
     if tokenizer_folder is not None:
         from lightning_megatron.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(tokenizer_folder)
-    count = documents if documents is not None else 0 if tokenizer is None else 3
-    description = describe_dataset(prefix, count, tokenizer)
+        num_shown = 3
+    if documents is not None:
+        num_shown = documents
+    description = describe_dataset(prefix, num_shown, tokenizer)
     return json.dumps(description, indent=2) if as_json else as_text(description)
 
 
@@ -116,13 +122,15 @@ def _error_message(path: str) -> str:
     folder = as_path(path)
     if not folder.exists():
         problem = f"does not exist, nor do {path}.bin and .idx"
-    paths = sorted(
-        {str(idx.with_suffix("")) for idx in folder.glob("*.idx")}
-        | set(map(str, folder.glob("*.ckpt")))
-    )
+    datasets = {str(index.with_suffix("")) for index in folder.glob("*.idx")}
+    checkpoints = {str(checkpoint) for checkpoint in folder.glob("*.ckpt")}
+    names = sorted(datasets | checkpoints)
     fix = "the prefix of a dataset, e.g. data/corpus_document, one of its files, a *.ckpt or a model directory"
-    if paths:
-        fix = f"one of these in it: {', '.join(paths[:_MAX_NAMED])}{', …' if len(paths) > _MAX_NAMED else ''}"
+    if names:
+        shown = names[:_MAX_NAMED]
+        if len(names) > _MAX_NAMED:
+            shown.append("…")
+        fix = f"one of these in it: {', '.join(shown)}"
     return f"path={path} {problem}; give {fix}"
 
 
@@ -135,31 +143,25 @@ def _report_checkpoint(path: Path, as_json: bool) -> str | None:
     source = find_source(path)
     if source is None:
         return None
-    files = (
-        [source.path]
-        if source.path.is_file()
-        else [file for file in source.path.rglob("*") if file.is_file()]
-    )
-    stored_bytes = sum(file.stat().st_size for file in files)
+    files = [source.path] if source.path.is_file() else source.path.rglob("*")
+    sizes = [file.stat().st_size for file in files if file.is_file()]
     facts = {name: value for name, value in source.metadata.items() if value not in (None, {}, [])}
     if not as_json:
-        return _as_text(source, facts, f"{len(files):,}, {readable_size(stored_bytes)}")
+        return _as_text(source, facts, f"{len(sizes):,}, {readable_size(sum(sizes))}")
     report = {
         "kind": source.kind,
         "path": str(source.path),
         **facts,
-        "files": len(files),
-        "stored_bytes": stored_bytes,
+        "files": len(sizes),
+        "stored_bytes": sum(sizes),
     }
     weights = source.weights
     report["tensors"] = [
         {
-            **{
-                "name": name,
-                "shape": tensor.shape,
-                "dtype": _dtype(tensor),
-                "num_bytes": tensor.num_bytes,
-            },
+            "name": name,
+            "shape": tensor.shape,
+            "dtype": _dtype(tensor),
+            "num_bytes": tensor.num_bytes,
             "is_optimizer": name not in weights,
         }
         for name, tensor in _sort_names(source.stored).items()
@@ -169,12 +171,12 @@ def _report_checkpoint(path: Path, as_json: bool) -> str | None:
 
 def _sort_names(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Sort by name, ``layers.10`` after ``layers.9``."""
-    return dict(
-        sorted(
-            tensors.items(),
-            key=lambda item: _NUMBER.sub(lambda number: number[0].zfill(9), item[0]),
-        )
-    )
+
+    def with_padded_numbers(name: str) -> str:
+        return _NUMBER.sub(lambda number: number[0].zfill(9), name)
+
+    names = sorted(tensors, key=with_padded_numbers)
+    return {name: tensors[name] for name in names}
 
 
 def _dtype(tensor: Stored) -> str:
@@ -184,24 +186,25 @@ def _dtype(tensor: Stored) -> str:
 def _as_text(source: Source, facts: Mapping[str, Any], files: str) -> str:
     """Format facts, totals and weights; weights whose names differ only in indices share a line."""
     rows = [("kind", source.kind)]
-    rows += [(name.replace("_", " "), _format_fact(name, value)) for name, value in facts.items()]
+    for name, value in facts.items():
+        rows.append((name.replace("_", " "), _format_fact(name, value)))
     rows.append(("files", files))
     weights = _sort_names(source.weights)
     state = {
-        name: source.stored[name] for name in _sort_names(source.stored) if name not in weights
+        name: tensor for name, tensor in _sort_names(source.stored).items() if name not in weights
     }
     if weights:
         rows.append(("weights", _total(weights.values())))
-    if state:  # exp_avg, ...: the part between "optimizer.state." and the name of the weight
-        kinds = dict.fromkeys(name.removeprefix("optimizer.state.").split(".")[0] for name in state)
-        rows.append(("optimizer state", f"{_total(state.values())}: {', '.join(kinds)}"))
-    lines = [
-        *(f"  {row}" for row in columns(rows)),
-        "",
-        "Weights",
-        *(f"  {row}" for row in columns(_weights(weights))),
-    ]
-    return "\n".join(map(printable, [str(source.path), *lines]))  # a name may contain a line break
+    if state:
+        # exp_avg, ...: the part between "optimizer.state." and the name of the weight
+        kinds = [name.removeprefix("optimizer.state.").partition(".")[0] for name in state]
+        names = ", ".join(dict.fromkeys(kinds))
+        rows.append(("optimizer state", f"{_total(state.values())}: {names}"))
+    lines = [str(source.path)]
+    lines += [f"  {row}" for row in columns(rows)]
+    lines += ["", "Weights"]
+    lines += [f"  {row}" for row in columns(_weights(weights))]
+    return "\n".join(map(printable, lines))  # a name may contain a line break
 
 
 def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -209,39 +212,43 @@ def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        cells = map(str.ljust, row, widths)
+        yield "  ".join(cells).rstrip()
 
 
 def _weights(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, str, str, str]]:
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault((_NUMBER.sub("#", name), tensor.shape, _dtype(tensor)), []).append(name)
-    for (_, shape, dtype), names in sorted(groups.items(), key=lambda item: item[0][0]):
-        yield (
-            _join_names(names),
-            str(list(shape)),
-            dtype,
-            readable_size(sum(tensors[name].num_bytes for name in names)),
-        )
+        group = (_NUMBER.sub("#", name), tensor.shape, _dtype(tensor))
+        groups.setdefault(group, []).append(name)
+    for group in sorted(groups, key=itemgetter(0)):
+        _, shape, dtype = group
+        names = groups[group]
+        num_bytes = sum(tensors[name].num_bytes for name in names)
+        yield _join_names(names), str(list(shape)), dtype, readable_size(num_bytes)
 
 
 def _join_names(names: list[str]) -> str:
     """One pattern for all names, e.g. ``layers.{0-31}.weight``, with their number if the range has gaps."""
-    pattern, size = "", 1
+    pattern = ""
+    size = 1
     for column in zip(*map(_NUMBER.split, names), strict=True):
         if len(set(column)) == 1:
             pattern += column[0]
         else:
-            low, high = min(map(int, column)), max(map(int, column))
-            pattern, size = f"{pattern}{{{low}-{high}}}", size * (high - low + 1)
-    return pattern if size == len(names) else f"{pattern} ({len(names)} of them)"
+            numbers = [int(part) for part in column]
+            low = min(numbers)
+            high = max(numbers)
+            pattern += f"{{{low}-{high}}}"
+            size *= high - low + 1
+    if size != len(names):
+        pattern += f" ({len(names)} of them)"
+    return pattern
 
 
 def _total(tensors: Collection[Stored]) -> str:
-    num_elements, num_bytes = (
-        sum(math.prod(t.shape) for t in tensors),
-        sum(t.num_bytes for t in tensors),
-    )
+    num_elements = sum(math.prod(tensor.shape) for tensor in tensors)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
     dtypes = ", ".join(dict.fromkeys(map(_dtype, tensors)))
     return f"{len(tensors):,} tensors, {num_elements:,} elements, {readable_size(num_bytes)} of {dtypes}"
 
@@ -250,9 +257,12 @@ def _format_fact(name: str, value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     if name in ("model", "config", "args"):
-        value = {field: value[field] for field in _MODEL_FIELDS if value.get(field) is not None}
-    items = (
-        (key, f"({_format_fact('', item)})" if isinstance(item, Mapping) else item)
-        for key, item in value.items()
-    )
-    return ", ".join(f"{key} {item}" for key, item in items)
+        known = {field: value.get(field) for field in _MODEL_FIELDS}
+        value = {field: item for field, item in known.items() if item is not None}
+    items = []
+    for key, item in value.items():
+        text = _format_fact("", item)
+        if isinstance(item, Mapping):
+            text = f"({text})"
+        items.append(f"{key} {text}")
+    return ", ".join(items)

@@ -71,21 +71,16 @@ class CommandParser(argparse.ArgumentParser):
         if not unknown:
             return
         spellings = {action.dest: action.option_strings[-1] for action in self.options}
-        hints = {}
-        for flag in unknown:
+        explained = []
+        for flag, typed in unknown.items():
             hint = suggest_option(flag, spellings, tool=command)
-            hints[flag] = hint.partition("choose from")[0]  # --help lists those to choose from
-        if len(unknown) == 1:
-            ((flag, typed),) = unknown.items()
-            explained = [" ".join(typed)]
-            if hints[flag]:
-                explained.append(hints[flag])
-        else:  # one line for all, without reasons
-            explained = []
-            for flag, hint in hints.items():
+            hint = hint.partition("choose from")[0]  # --help lists those to choose from
+            if len(unknown) == 1:
+                explained += [" ".join(typed), hint]
+            else:  # one line for all, without reasons
                 replacement = re.split("[,:?]", hint.removeprefix("did you mean "))[0]
                 explained.append(f"{flag}: {replacement or 'unknown'}")
-        self.error(f"unrecognized arguments: {'; '.join(explained)}")
+        self.error(f"unrecognized arguments: {'; '.join(filter(None, explained))}")
 
     def with_flags(self, message: str) -> str:
         """Replace Python names of options by their flags in a message: ``top_k=3`` becomes ``--top-k 3``.
@@ -119,7 +114,9 @@ class CommandParser(argparse.ArgumentParser):
         for word in _before_separator(words):
             flag = word.partition("=")[0]
             if flag.startswith("--"):
-                typed = None if _is_known(flag, flags) else unknown.setdefault(flag, [])
+                typed = None
+                if not _is_known(flag, flags):
+                    typed = unknown.setdefault(flag, [])
             if typed is not None:
                 typed.append(word)
         return unknown
@@ -156,18 +153,17 @@ def add_command(commands: _Commands, name: str, function: Callable[..., None]) -
         for parameter, hint in get_type_hints(function).items()
         if dataclasses.is_dataclass(hint)
     }
-    owners = option_classes.values() or [function]
-    names = {owner: _add_options(parser, owner) for owner in owners}
+    if not option_classes:
+        construct = _add_options(parser, function)
+        parser.set_defaults(run=construct)
+        return
+    constructors = {
+        parameter: _add_options(parser, option_class)
+        for parameter, option_class in option_classes.items()
+    }
 
     def run(parsed: argparse.Namespace) -> None:
-        values = {
-            owner: {option: getattr(parsed, option) for option in options}
-            for owner, options in names.items()
-        }
-        if not option_classes:
-            function(**values[function])
-            return
-        function(**{parameter: cls(**values[cls]) for parameter, cls in option_classes.items()})
+        function(**{parameter: construct(parsed) for parameter, construct in constructors.items()})
 
     parser.set_defaults(run=run)
 
@@ -190,19 +186,21 @@ def _add_parser(
     )
 
 
-def _add_options(parser: CommandParser, owner: Any) -> list[str]:
-    """Add the parameters of a function or dataclass; returns their names."""
+def _add_options(parser: CommandParser, owner: Any) -> Callable[[argparse.Namespace], Any]:
+    """Add the parameters of a function or dataclass; returns what calls it with the parsed ones."""
     doc = parse_from_object(owner, DocstringStyle.GOOGLE)
     help_of = {each.arg_name: each.description or "" for each in doc.params}
     fields: Mapping[str, Any] = getattr(owner, "__dataclass_fields__", {})
     hints = get_type_hints(owner)
     names = []
     for name, parameter in inspect.signature(owner).parameters.items():
-        flag = fields[name].metadata.get("flag") if name in fields else None
+        flag = None
+        if name in fields:
+            flag = fields[name].metadata.get("flag")
         if flag != "":
             names.append(name)
             _add_argument(parser, parameter, flag, hints[name], help_of.get(name, ""))
-    return names
+    return lambda parsed: owner(**{name: getattr(parsed, name) for name in names})
 
 
 def _add_argument(
@@ -225,49 +223,48 @@ def _add_argument(
         action = "store_true" if hint is bool else argparse.BooleanOptionalAction
         parser.add_argument(name, action=action, **details)
         return
-    choices = [value for kind in types for value in _choices(kind)]
+    choices = [value for kind in types if get_origin(kind) is Literal for value in get_args(kind)]
     if choices:
         details["choices"] = choices
     else:
         details |= _conversion(types, parameter.name)
-    if any(get_origin(part) in (Sequence, tuple) for part in (hint, *get_args(hint))):
+    origins = [get_origin(part) for part in (hint, *get_args(hint))]
+    if Sequence in origins or tuple in origins:
         details["nargs"] = "+"
-    if isinstance(default, tuple):
-        details["default"] = list(default)
-        shown = " ".join(default)
-    elif default is not parameter.empty:
+    if default is not parameter.empty:
         details["default"] = default
-        shown = "" if default is None else str(default)
-    else:
-        shown = ""
-    if shown:
-        details["help"] += f" (default: {shown})"
+        shown = str(default)
+        if isinstance(default, tuple):
+            shown = " ".join(default)
+        if default is not None and shown:
+            details["help"] += f" (default: {shown})"
     parser.add_argument(name, **details)
 
 
 def _as_help(text: str) -> str:
     """A sentence of a docstring as argparse shows it; ``%`` would begin a placeholder."""
-    text = " ".join(text.split()).replace("``", "").replace("%", "%%").rstrip(".")
+    text = " ".join(text.split()).rstrip(".")
+    text = text.replace("``", "").replace("%", "%%")
     starts_with_name = text[1:2].isupper() or text.startswith("Hugging Face")
     return text if starts_with_name else text[:1].lower() + text[1:]
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _conversion(types: set[Any], name: str) -> dict[str, Any]:
     """Argparse's ``type`` and ``metavar`` for an option of these types."""
     if Path in types:
-        kind = Path if types == {Path} else str
         # Shells do not expand the ~ of --option=~/directory.
-        return {"type": lambda text: kind(os.path.expanduser(text)), "metavar": "PATH"}
+        expand = _expanded_path if types == {Path} else os.path.expanduser
+        return {"type": expand, "metavar": "PATH"}
     if types == {int}:
         return {"type": _integer, "metavar": "N"}
     if types == {float}:
         return {"type": float, "metavar": "X"}
     last_word = name.rpartition("_")[2]
     return {"type": str, "metavar": last_word.rstrip("s").upper()}
+
+
+def _expanded_path(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _integer(text: str) -> int:
@@ -283,7 +280,7 @@ def _integer(text: str) -> int:
 
 def _leaf_types(hint: Any) -> set[Any]:
     """Types of a value, or of its items, without None."""
-    parts = () if get_origin(hint) is Literal else get_args(hint)
-    if not parts:
+    parts = get_args(hint)
+    if not parts or get_origin(hint) is Literal:
         return {hint} - {type(None), Ellipsis}
     return {kind for part in parts for kind in _leaf_types(part)}

@@ -6,7 +6,8 @@ import yaml
 
 from lightning_megatron.errors import ConfigError
 
-_MAX_VALUES, _MAX_DEPTH = 100_000, 100
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 100
 
 
 def check_yaml_size(text: str, name: str) -> None:
@@ -32,8 +33,10 @@ def check_yaml_size(text: str, name: str) -> None:
             anchor, outer_size = parents.pop()
             sizes[anchor] = size
             size += outer_size
+        elif isinstance(event, yaml.AliasEvent):
+            size += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.NodeEvent):
-            size += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+            size += 1
         if size > _MAX_VALUES or len(parents) > _MAX_DEPTH:
             raise ConfigError(
                 f"{name}: expected at most {_MAX_VALUES:,} values, nested {_MAX_DEPTH} deep, got more "
