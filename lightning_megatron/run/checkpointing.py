@@ -193,6 +193,7 @@ class Checkpointing:
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
+    @progress.saving()
     def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
         """Save the run and Lightning's dict, after a save that is still in progress; every rank must call.
 
@@ -224,6 +225,7 @@ class Checkpointing:
             self.end()
         progress.saved(time.monotonic() - start)
 
+    @progress.saving()
     def finish(self, *, is_final: bool = False) -> None:
         """Complete the save in progress, if there is one; waits for the files of all ranks.
 

@@ -27,25 +27,21 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import linecache
 import math
 import os
-import re
 import signal
 import statistics
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +49,8 @@ import torch.distributed as dist
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import LARGEST_COUNT, require_number
 from lightning_megatron.foreign_names import checks_options
+from lightning_megatron.run.hangs import UNHEARD, Beat, Verdict, find_hang, find_straggler
+from lightning_megatron.run.location import Kind, locate
 from lightning_megatron.run.restarts import LAUNCHER
 from lightning_megatron.storage.paths import open_new
 
@@ -63,18 +61,24 @@ _INTERVAL = 1.0
 _SILENCE = 5.0
 """Seconds without a beat after which a rank counts as silent."""
 _SUSPENDED = 10.0
-"""Seconds between two samples after which a rank warns that it stood still."""
-_MIN_LIMIT, _LIMIT_MEDIANS, _GRACE_MEDIANS = 60.0, 10, 3
-"""Default limits: least seconds, multiple of the median; and the least ``grace``, as a multiple of the median step."""
+"""Seconds between two samples after which a rank warns that it was suspended."""
+_MIN_LIMIT = 60.0
+"""Least seconds of a default limit."""
+_LIMIT_MEDIANS = 10
+"""Default limit, as a multiple of the median."""
+_GRACE_MEDIANS = 3
+"""Least ``grace``, as a multiple of the median step."""
 _MAX_COMPUTING = 6
 """How many limits long CPU time alone counts as progress."""
 _EXIT_DELAY = 3.0
 """Seconds from verdict to exit, in which the other ranks read it with their next beat, and all dump their stacks."""
 _NUM_READERS = 8
 """About how many ranks read all beats."""
-_MIN_SAMPLES, _MAX_SAMPLES, _MIN_SAMPLED_STEPS, _WAIT_GAP = 60, 600, 20, 0.5
-"""A rank is slow if it waited for that much less of its time than the others: in the newest samples within steps, of
-which there must be that many, over that many steps."""
+_MIN_SAMPLES = 60
+"""Samples within steps by which a rank can be called slow, at least."""
+_MAX_SAMPLES = 600
+"""Newest samples within steps that are kept."""
+_DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 
 
 @checks_options
@@ -109,229 +113,6 @@ class Heartbeat:
                 require_number(f"Heartbeat.{each.name}", value, at_least=1, at_most=LARGEST_COUNT)
 
 
-# ---- where a rank is -------------------------------------------------------------------------------------------------
-
-Kind = Literal["setup", "step", "checkpoint"]
-
-_LIGHTNING_CALLS = os.path.join("lightning", "pytorch", "trainer", "call.py")
-_LIGHTNING_LOOPS = os.path.join("lightning", "pytorch", "loops", "")
-_LIGHTNING = os.path.join("lightning", "pytorch", "")
-_MEGATRON = os.path.join("megatron", "core", "")
-_OWN = os.path.join("lightning_megatron", "")
-_SAVING = (os.path.join(_OWN, "run", "checkpointing.py"), ("save", "finish"))
-_SAVING_HOOKS = {"on_save_checkpoint", "state_dict"}
-"""Hooks from which Lightning collects what it saves."""
-_DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_WAITING = (
-    os.path.join("torch", "distributed", ""),
-    os.path.join(_OWN, "engine", "collectives.py"),
-    "filelock",
-)
-_LIBRARIES = (
-    *(os.sep + os.path.join(name, "") for name in ("torch", "lightning", "lightning_utilities")),
-    os.path.join(_OWN, "engine", "cpu.py"),  # around every call of torch
-)
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
-_WAITS = re.compile(r"\.wait\(|run_backward")
-_WAITS_FOR_GPU = re.compile(
-    r"\.wait\(|run_backward|\.(item|tolist|cpu|to|copy_)\(|synchronize\(|\b(float|int|bool)\("
-)
-
-
-class Location(NamedTuple):
-    """Where the main thread of a rank is."""
-
-    text: str
-    """E.g. "in all_reduce, in Sleeper.on_train_batch_end (train.py:12 in on_train_batch_end)"; the line is that of the
-    innermost function outside of Python, torch and Lightning."""
-    kind: Kind
-    is_waiting: bool
-    """Whether it waits for other ranks: in a collective, or for work started earlier."""
-    in_user_code: bool
-    """Whether Lightning called code that belongs neither to this package nor to Megatron."""
-
-
-def locate(frames: Sequence[FrameType]) -> Location:
-    """Location of a thread by its frames, the innermost first."""
-    codes = [each.f_code for each in frames]
-    hook, waiting = next(filter(None, map(_hook, frames)), ""), _waiting_in(frames)
-    own = next((each for each in frames if _is_reported(each.f_code.co_filename)), frames[0])
-    file = os.sep.join(own.f_code.co_filename.split(os.sep)[-2:])
-    worker = next(filter(None, map(_worker_waited_for, frames)), "")
-    where = ", ".join(f"in {each}" for each in (waiting, worker, hook) if each)
-    inside = itertools.takewhile(lambda code: _LIGHTNING not in code.co_filename, codes)
-    called = [code.co_filename for code in inside if _is_reported(code.co_filename)]
-    if any(code.co_filename.endswith(_SAVING[0]) and code.co_name in _SAVING[1] for code in codes):
-        kind: Kind = "checkpoint"
-    elif hook.rpartition(".")[2] in _SAVING_HOOKS:
-        kind = "checkpoint"
-    elif hook:
-        kind = "step" if any(word in hook for word in ("batch", "step", "backward")) else "setup"
-    else:
-        kind = "step" if any(_LIGHTNING_LOOPS in code.co_filename for code in codes) else "setup"
-    text = f"{where or 'at'} ({file}:{own.f_lineno} in {own.f_code.co_name})"
-    in_user_code = any(_OWN not in each and _MEGATRON not in each for each in called)
-    return Location(text, kind, bool(waiting), in_user_code)
-
-
-def _hook(frame: FrameType) -> str:
-    """Name of the Lightning hook that a frame calls, with its callback's class if any; empty if it calls none."""
-    if not frame.f_code.co_filename.endswith(_LIGHTNING_CALLS):
-        return ""
-    callback = frame.f_locals.get("callback")
-    name = str(
-        frame.f_locals.get("hook_name") or frame.f_code.co_name.removeprefix("_call_callbacks_")
-    )
-    owner = "" if callback is None else f"{type(callback).__name__}."
-    return "" if name.startswith("_call_") else owner + name
-
-
-def _worker_waited_for(frame: FrameType) -> str:
-    """The worker process whose batch a frame of torch's DataLoader waits for; empty for any other frame."""
-    if frame.f_code.co_name != "_try_get_data" or not frame.f_code.co_filename.endswith(
-        _DATA_LOADER
-    ):
-        return ""
-    iterator = frame.f_locals.get("self")
-    tasks = getattr(
-        iterator, "_task_info", {}
-    )  # worker of each batch that was requested (torch 2.10 to 2.13)
-    task = tasks.get(getattr(iterator, "_rcvd_idx", None), ())
-    if not task:
-        return "a wait for a DataLoader's worker"
-    process = getattr(iterator, "_workers", {})[task[0]]
-    return f"a wait for the DataLoader's worker {task[0]} (process {process.pid})"
-
-
-def _is_reported(file: str) -> bool:
-    is_stdlib = file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file)
-    return not is_stdlib and not any(name in file for name in _LIBRARIES)
-
-
-def _waiting_in(frames: Sequence[FrameType]) -> str:
-    """Name of the collective, or a description of the wait, that the thread is in; empty if it waits for no rank."""
-    innermost = frames[0].f_code
-    if any(each in innermost.co_filename for each in _WAITING):
-        inside = itertools.takewhile(
-            lambda each: any(name in each.f_code.co_filename for name in _WAITING), frames
-        )
-        return next(
-            name
-            for f in reversed(list(inside))
-            if (name := f.f_code.co_name) != "wrapper" or f is frames[0]
-        )
-    line = linecache.getline(innermost.co_filename, frames[0].f_lineno)
-    pattern = _WAITS_FOR_GPU if torch.cuda.is_initialized() else _WAITS
-    return "a wait for other ranks or the GPU" if pattern.search(line) else ""
-
-
-# ---- beats -----------------------------------------------------------------------------------------------------------
-
-
-class Beat(NamedTuple):
-    """What a rank reports about itself; the first fields are those of its ``Location``."""
-
-    location: str = ""
-    kind: Kind = "setup"
-    is_waiting: bool = False
-    in_user_code: bool = False
-    serial: int = 0
-    stale: float = 0.0
-    """Seconds since its last progress."""
-    limit: float = 0.0
-    """Seconds without progress that it is allowed where it is."""
-    steps: int = 0
-    sampled_steps: int = 0
-    """Steps that its samples cover; 0 if there are too few samples."""
-    wait_fraction: float = 0.0
-    """Fraction of the samples in which it waited for other ranks."""
-    busy: str = ""
-    """Its most frequent location when it did not wait."""
-
-
-_UNHEARD = Beat(location="in its set-up, before its first sign of life", stale=math.inf)
-
-
-class Verdict(NamedTuple):
-    """The finding that a run hangs; the same on all ranks."""
-
-    text: str
-    silent: Sequence[int]
-    """Ranks that cannot end themselves."""
-    code: int = 1
-    """Exit code of the others."""
-
-
-def find_hang(
-    beats: Sequence[Beat], silent: Sequence[int], mine: Beat, cap: float
-) -> Verdict | None:
-    """Find the ranks that hang; None if some rank makes progress.
-
-    Args:
-        beats: The last beat of each rank.
-        silent: Ranks whose beats have stopped.
-        mine: The last beat of the calling rank.
-        cap: Upper bound of all limits, in seconds.
-    """
-    awake = {rank: beat for rank, beat in enumerate(beats) if rank not in silent}
-    if any(beat.stale < min(beat.limit, cap) for beat in awake.values()):
-        return None
-    hanging = (
-        sorted(silent)
-        or [rank for rank, beat in awake.items() if not beat.is_waiting]
-        or _suspects(awake)
-    )
-    first = beats[hanging[0]]
-    elsewhere = Counter(beat.location for beat in awake.values() if beat.location != first.location)
-    state = (
-        "gives no sign of life (stopped, dead, or in code that holds Python's lock), last"
-        if silent
-        else "is"
-    )
-    names = (
-        f"rank {hanging[0]} hangs"
-        if len(hanging) == 1
-        else f"ranks {', '.join(map(str, hanging[:8]))} hang"
-    )
-    others = f", and the others {elsewhere.most_common(1)[0][0]}" if elsewhere else ""
-    return Verdict(
-        text=f"{names}: expected progress within {min(mine.limit, cap):.0f} s, got none for {mine.stale:.0f} s: rank "
-        f"{hanging[0]} {state} {first.location}{others}",
-        silent=sorted(silent),
-    )
-
-
-def _suspects(awake: Mapping[int, Beat]) -> list[int]:
-    """Ranks most likely to hang if all wait: those in the rarest location; among equals, those in user code.
-
-    Among these, those with the fewest batches: under NCCL the others may be steps ahead before their hosts wait.
-    """
-    shared = Counter(beat.location for beat in awake.values())
-    rarity = {
-        rank: (shared[beat.location], not beat.in_user_code, beat.steps)
-        for rank, beat in awake.items()
-    }
-    return [rank for rank in sorted(awake) if rarity[rank] == min(rarity.values())]
-
-
-def find_straggler(beats: Sequence[Beat]) -> tuple[int, str] | None:
-    """The rank that the others wait for, and a line about it; None if there is none, or too few samples."""
-    slowest, beat = min(enumerate(beats), key=lambda each: each[1].wait_fraction)
-    others = statistics.median(
-        each.wait_fraction for rank, each in enumerate(beats) if rank != slowest
-    )
-    if (
-        min(each.sampled_steps for each in beats) < _MIN_SAMPLED_STEPS
-        or others - beat.wait_fraction < _WAIT_GAP
-    ):
-        return None
-    return slowest, (
-        f"rank {slowest} is slower than the others: over the last {beat.sampled_steps} steps they waited for other "
-        f"ranks {others:.0%} of the time, and it {beat.wait_fraction:.0%}; mostly it is {beat.busy}"
-    )
-
-
 # ---- the watch -------------------------------------------------------------------------------------------------------
 
 _runs = itertools.count()
@@ -353,7 +134,9 @@ class Watch:
         Raises:
             ConfigError: If ``timeout`` is not a number, or below one second.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = timeout
+        if isinstance(seconds, timedelta):
+            seconds = seconds.total_seconds()
         require_number("timeout", seconds, at_least=1, at_most=LARGEST_COUNT)
         self.timeout = timedelta(seconds=seconds)
         self.collective_timeout = self.timeout + MARGIN
@@ -377,7 +160,9 @@ class Watch:
         self.stop()
         if not self._is_on:
             return
-        self._folder = Path("." if "://" in root else root).absolute() / "stacks"
+        if "://" in root:
+            root = "."
+        self._folder = Path(root).absolute() / "stacks"
         if device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -387,17 +172,18 @@ class Watch:
 
     def start(self) -> None:
         """Start watching the calling thread; every rank must call."""
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        if self._world_size == 1 or not self._is_on:
+        self._rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        if world_size == 1 or not self._is_on:
             return
-        launcher = int(os.environ.get(LAUNCHER, "0"))
-        self._launcher = launcher if launcher == os.getppid() else None
+        launcher = os.getppid()
+        self._launcher = launcher if os.environ.get(LAUNCHER) == str(launcher) else None
         self._thread = threading.get_ident()
         prefix = f"lightning_megatron/heartbeat/{next(_runs)}"
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(prefix, store.clone())
-        self._keys = [f"beat/{rank}" for rank in range(self._world_size)]
-        self._reads_beats = self._rank % max(1, self._world_size // _NUM_READERS) == 0
+        self._keys = [f"beat/{rank}" for rank in range(world_size)]
+        self._reads_beats = self._rank % max(1, world_size // _NUM_READERS) == 0
         self._beats: list[Beat] = []
         self._heard_at: list[float] = []
         """When each rank's beat last changed."""
@@ -405,12 +191,18 @@ class Watch:
         self._verdict: Verdict | None = None
         self._end_signal: tuple[float, int] | None = None
         """When the first SIGTERM or SIGINT came, and which of them it was."""
-        self._answered_at = self._progress_at = self._shown_at = self._sampled_at = time.monotonic()
+        now = time.monotonic()
+        self._answered_at = now
+        self._progress_at = now
+        self._shown_at = now
+        self._sampled_at = now
         self._saving_since: float | None = None
         """When a sample first saw the save in which the main thread is."""
         self._slow: set[int] = set()
         """Ranks that were reported as slow."""
-        self._ticks, self._cpu_time, self._stacks = -1, 0.0, set[int]()
+        self._ticks = -1
+        self._cpu_time = 0.0
+        self._stacks: set[int] = set()
         self._last_step: tuple[int, float | None] = (progress.steps, None)
         self._step_seconds: deque[float] = deque(maxlen=101)
         """Seconds of each of the last steps."""
@@ -418,14 +210,14 @@ class Watch:
         """Of samples within steps: the step, and the location, "" if it waited for other ranks."""
         frames = [frame for frame, _ in traceback.walk_stack(None)]
         self._beat = Beat(*locate(frames), limit=self._limit("setup"))
-        self._store.set(self._keys[self._rank], json.dumps(self._beat))
+        self._send_beat()
         self._signal_pipe = os.pipe2(os.O_NONBLOCK)
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._signal_pipe[1], warn_on_full_buffer=False)
         self._stopped = threading.Event()
         self._threads = [
-            threading.Thread(target=run, daemon=True)
-            for run in (self._sample_loop, self._report_loop)
+            threading.Thread(target=self._sample_loop, daemon=True),
+            threading.Thread(target=self._report_loop, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -446,67 +238,73 @@ class Watch:
     def _sample_loop(self) -> None:
         while not self._stopped.wait(_INTERVAL):
             now = time.monotonic()
-            if (gap := now - self._sampled_at) > _SUSPENDED:
+            gap = now - self._sampled_at
+            if gap > _SUSPENDED:
                 self._progress_at += gap
                 self._shown_at += gap
-                text = f"rank {self._rank} stood still for {gap:.0f} s: it was stopped, or held Python's lock"
+                text = f"rank {self._rank} was suspended, or held the GIL, for {gap:.0f} s"
                 warnings.warn(text, stacklevel=2)
             self._sampled_at = now
             self._sample(now)
-            with contextlib.suppress(OSError):
-                received = [
-                    n
-                    for n in os.read(self._signal_pipe[0], 4096)
-                    if n in (signal.SIGTERM, signal.SIGINT)
-                ]
-                self._end_signal = self._end_signal or next(
-                    ((now, signum) for signum in received), None
-                )
+            self._read_signals(now)
             if self._verdict is None:
                 self._propose_verdict(now)
             if self._verdict is not None:
                 self._terminate(self._verdict)
-            if (
-                self._rank == 0
-                and self._beats
-                and (slow := find_straggler(self._beats))
-                and slow[0] not in self._slow
-            ):
-                self._slow.add(slow[0])
-                warnings.warn(slow[1], stacklevel=2)
+            if self._rank == 0 and self._beats:
+                self._warn_of_straggler()
+
+    def _read_signals(self, now: float) -> None:
+        with contextlib.suppress(OSError):
+            for signum in os.read(self._signal_pipe[0], 4096):
+                if self._end_signal is None and signum in (signal.SIGTERM, signal.SIGINT):
+                    self._end_signal = (now, signum)
+
+    def _warn_of_straggler(self) -> None:
+        found = find_straggler(self._beats)
+        if found is not None:
+            rank, text = found
+            if rank not in self._slow:
+                self._slow.add(rank)
+                warnings.warn(text, stacklevel=2)
 
     def _sample(self, now: float) -> None:
         """Record where the main thread is, and whether it made progress."""
-        frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames()[self._thread])]
-        location, steps, cpu_time = locate(frames), progress.steps, time.process_time()
-        ticks, stack = (
-            progress.ticks + steps,
-            hash(tuple((id(each.f_code), each.f_lasti) for each in frames)),
-        )
-        may_compute = (
-            location.kind == "setup"
-            and now < self._shown_at + _MAX_COMPUTING * self._limit("setup")
-        )
-        computes = (
-            may_compute and not location.is_waiting and cpu_time - self._cpu_time > _INTERVAL / 10
-        )
+        innermost = sys._current_frames()[self._thread]
+        frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+        location = locate(frames)
+        steps = progress.steps
+        ticks = progress.ticks + steps
+        stack = hash(tuple((id(each.f_code), each.f_lasti) for each in frames))
         is_debugged = any(each.f_code.co_filename.endswith(_DEBUGGERS) for each in frames)
+        cpu_time = time.process_time()
+        uses_cpu = cpu_time - self._cpu_time > _INTERVAL / 10
+        computes_until = self._shown_at + _MAX_COMPUTING * self._limit("setup")
+        may_compute = location.kind == "setup" and now < computes_until
         if ticks != self._ticks:
             self._stacks.clear()
         if ticks != self._ticks or is_debugged or stack not in self._stacks:
             self._shown_at = now
-        if computes or self._shown_at == now:
+            self._progress_at = now
+        elif may_compute and uses_cpu and not location.is_waiting:
             self._progress_at = now
         self._time_checkpoint(location.kind, now)
         self._stacks.add(stack)
-        self._ticks, self._cpu_time = ticks, cpu_time
+        self._ticks = ticks
+        self._cpu_time = cpu_time
         before, since = self._last_step
         if steps != before:
             if since is not None:
                 self._step_seconds.append((now - since) / (steps - before))
             self._last_step = (steps, now)
         if location.kind == "step":
-            self._samples.append((steps, "" if location.is_waiting else location.text))
+            busy_in = "" if location.is_waiting else location.text
+            self._samples.append((steps, busy_in))
+        num_samples = len(self._samples)
+        sampled_steps = 0
+        if num_samples >= _MIN_SAMPLES:
+            first_step, _ = self._samples[0]
+            sampled_steps = steps - first_step
         busy = Counter(text for _, text in self._samples if text)
         self._beat = Beat(
             *location,
@@ -514,8 +312,8 @@ class Watch:
             stale=now - self._progress_at,
             limit=self._limit(location.kind),
             steps=steps,
-            sampled_steps=steps - self._samples[0][0] if len(self._samples) >= _MIN_SAMPLES else 0,
-            wait_fraction=1 - busy.total() / max(1, len(self._samples)),
+            sampled_steps=sampled_steps,
+            wait_fraction=1 - busy.total() / max(1, num_samples),
             busy=max(busy, key=busy.__getitem__, default=""),
         )
 
@@ -524,40 +322,37 @@ class Watch:
         if kind == "checkpoint":
             self._saving_since = self._saving_since or now
         elif self._saving_since is not None:
-            if progress.saves:
-                progress.saves[-1] = max(progress.saves[-1], now - self._saving_since)
+            progress.extend_last_save(now - self._saving_since)
             self._saving_since = None
 
     def _limit(self, kind: Kind) -> float:
-        options, is_step = self._options, kind == "step"
-        limit, seconds = (
-            (options.step, self._step_seconds) if is_step else (options.checkpoint, progress.saves)
-        )
-        if kind == "setup" or not seconds:
-            limit = options.setup
-        elif limit is None:
-            limit = max(_MIN_LIMIT, _LIMIT_MEDIANS * statistics.median(seconds))
+        options = self._options
+        limit = options.setup
+        if kind == "step" and self._step_seconds:
+            limit = options.step or _default_limit(self._step_seconds)
+        elif kind == "checkpoint" and progress.saves:
+            limit = options.checkpoint or _default_limit(progress.saves)
         return min(limit, self.timeout.total_seconds())
 
     def _propose_verdict(self, now: float) -> None:
         """Propose a verdict if no rank makes progress."""
         cap = math.inf
         is_saving = all(beat.kind == "checkpoint" for beat in (self._beat, *self._beats))
-        if (
-            self._end_signal is not None and not is_saving
-        ):  # a checkpoint that all ranks have begun may be finished
-            cap = max(
-                self._options.grace, _GRACE_MEDIANS * statistics.median(self._step_seconds or [0.0])
-            )
+        # A checkpoint that all ranks have begun may be finished.
+        if self._end_signal is not None and not is_saving:
+            median = statistics.median(self._step_seconds or [0.0])
+            cap = max(self._options.grace, _GRACE_MEDIANS * median)
         mine = self._beat
         if mine.stale < min(mine.limit, cap):
             return
-        verdict, is_answered = None, now - self._answered_at <= _SILENCE
+        verdict = None
+        unanswered = now - self._answered_at
+        is_answered = unanswered <= _SILENCE
         if not is_answered:
-            server = (
-                "torchrun's agent" if "TORCHELASTIC_USE_AGENT_STORE" in os.environ else "rank 0"
-            )
-            text = f"{server} hangs, whose store has not answered for {now - self._answered_at:.0f} s (stopped or dead)"
+            server = "rank 0"
+            if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+                server = "torchrun's agent"
+            text = f"{server} hangs, whose store has not answered for {unanswered:.0f} s (stopped or dead)"
             verdict = Verdict(text=f"{text}: rank {self._rank} waits {mine.location}", silent=[0])
         elif self._beats:
             silent = [rank for rank, heard in enumerate(self._heard_at) if now - heard > _SILENCE]
@@ -577,20 +372,16 @@ class Watch:
 
     def _terminate(self, verdict: Verdict) -> None:
         """Print the verdict, dump this rank's stacks, leave time for those of others, and end the process."""
-        if (
-            self._launcher is None or 0 in verdict.silent
-        ):  # otherwise rank 0 prints it on the same terminal
+        # Otherwise rank 0 prints it on the same terminal.
+        if self._launcher is None or 0 in verdict.silent:
             print(f"error: {verdict.text}", file=sys.stderr, flush=True)
-        threading.Thread(
-            target=self._dump_stacks, daemon=True
-        ).start()  # the disk may be what hangs
-        time.sleep(
-            _EXIT_DELAY
-        )  # others read the verdict from its store, and end with it if it has launched them
+        # In a thread: the disk may be what hangs.
+        threading.Thread(target=self._dump_stacks, daemon=True).start()
+        # Others read the verdict from its store, and end with it if it has launched them.
+        time.sleep(_EXIT_DELAY)
         if self._launcher is not None and 0 in verdict.silent:
-            os.kill(
-                self._launcher, signal.SIGKILL
-            )  # it was stopped, and only it waits for this process
+            # It was stopped, and only it waits for this process.
+            os.kill(self._launcher, signal.SIGKILL)
         os._exit(verdict.code)
 
     def _dump_stacks(self) -> None:
@@ -613,14 +404,16 @@ class Watch:
     def _report_loop(self) -> None:
         # Not after the verdict: the store may be gone, and torch would print a stack of its own each time.
         while self._verdict is None and not self._stopped.wait(_INTERVAL):
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no answer or no connection: the sampling thread handles it
+            # Without an answer or connection: the sampling thread handles it.
+            with contextlib.suppress(RuntimeError):
                 self._exchange_beats()
                 self._answered_at = time.monotonic()
 
-    def _exchange_beats(self) -> None:
+    def _send_beat(self) -> None:
         self._store.set(self._keys[self._rank], json.dumps(self._beat))
+
+    def _exchange_beats(self) -> None:
+        self._send_beat()
         value = b""
         if self._proposal is not None:
             value = self._store.compare_set("verdict", "", json.dumps(self._proposal))
@@ -629,22 +422,27 @@ class Watch:
         if value:
             self._verdict = Verdict(*json.loads(value))
         if self._reads_beats or self._end_signal is not None:
-            now, beats = time.monotonic(), self._read_beats()
-            changes = zip(
-                beats, self._beats or beats, self._heard_at or [now] * len(beats), strict=True
-            )
-            self._heard_at = [
-                heard if beat.serial == before.serial else now for beat, before, heard in changes
-            ]
+            now = time.monotonic()
+            beats = self._read_beats()
+            if not self._beats:
+                self._heard_at = [now] * len(beats)
+            for rank, before in enumerate(self._beats):
+                if beats[rank].serial != before.serial:
+                    self._heard_at[rank] = now
             self._beats = beats
 
     def _read_beats(self) -> list[Beat]:
         """The last beat of each rank; of one that was stopped before its first, that it has not begun."""
-        if self._store.check(self._keys):
-            return [Beat(*json.loads(beat)) for beat in self._store.multi_get(self._keys)]
-        written = [key for key in self._keys if self._store.check([key])]
-        beats = {key: Beat(*json.loads(self._store.get(key))) for key in written}
-        return [beats.get(key, _UNHEARD) for key in self._keys]
+        written = self._keys
+        if not self._store.check(self._keys):
+            written = [key for key in self._keys if self._store.check([key])]
+        texts = self._store.multi_get(written)
+        beats = {key: Beat(*json.loads(text)) for key, text in zip(written, texts, strict=True)}
+        return [beats.get(key, UNHEARD) for key in self._keys]
+
+
+def _default_limit(seconds: Iterable[float]) -> float:
+    return max(_MIN_LIMIT, _LIMIT_MEDIANS * statistics.median(seconds))
 
 
 def _reset_wakeup_fd() -> None:

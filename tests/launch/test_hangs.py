@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.run.heartbeat import Beat, Heartbeat, find_hang, find_straggler
+from lightning_megatron.run.hangs import Beat, find_hang, find_straggler
+from lightning_megatron.run.heartbeat import Heartbeat
 from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_dataset
 from tests.launch.test_started_by import has_ended
 from tests.marks import on_gpus
@@ -318,7 +319,7 @@ def _take_long(folder: Path) -> tuple[int, list[str]]:
         strategy={"heartbeat": heartbeat},
         trainer={"max_steps": 4, "default_root_dir": str(folder)},
     )
-    with recorded_warnings("stood still") as warned:
+    with recorded_warnings("was suspended") as warned:
         trainer, _ = fit(run, *callbacks)
     return trainer.global_step, warned
 
@@ -326,9 +327,7 @@ def _take_long(folder: Path) -> tuple[int, list[str]]:
 def test_slow_run_continues_and_a_stopped_rank_is_named(tmp_path: Path) -> None:
     (steps, of_rank_0), (_, (warning,)) = run_ranks(_take_long, 2, tmp_path)
     assert (steps, of_rank_0) == (4, [])
-    assert re.fullmatch(
-        r"rank 1 stood still for \d+ s: it was stopped, or held Python's lock", warning
-    )
+    assert re.fullmatch(r"rank 1 was suspended, or held the GIL, for \d+ s", warning)
 
 
 def _beat(stale: float, location: str = "in all_reduce (a.py:1 in f)", **fields: Any) -> Beat:
