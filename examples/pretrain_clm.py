@@ -1,5 +1,6 @@
 """Pretrain a GPT-2 on plain text or a Hugging Face dataset, tokenized and split into blocks, for several epochs.
 
+    python examples/pretrain_clm.py
     python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 3 --with-tracking
     python examples/pretrain_clm.py --dataset corpus.txt --tokenizer path/to/tokenizer --epochs 5 --resume
 
@@ -9,6 +10,35 @@ configuration: lightning-megatron fit --config configs/pretrain_clm.yaml --data.
 """
 
 import argparse
+
+if __name__ == "__main__":  # before the imports below, which take ten seconds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset",
+        help="text file, .jsonl, or the name of a dataset on the hub (default: Shakespeare)",
+    )
+    parser.add_argument("--tokenizer", help="directory or name (default: one of Shakespeare)")
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
+    parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
+    parser.add_argument(
+        "--report-to", default="tensorboard", choices=("csv", "tensorboard", "wandb")
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the last checkpoint in --output"
+    )
+    parser.add_argument(
+        "--output",
+        default="runs/pretrain_clm",
+        help="directory for data, logs, checkpoints and model",
+    )
+    arguments = parser.parse_args()
+    if arguments.dataset is not None and arguments.tokenizer is None:
+        parser.error("--dataset: expected --tokenizer beside it, got none")
+
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,8 +76,11 @@ class TextBlocks(DatasetDataModule):
         super().__init__(
             train=f"{folder}/train", valid=f"{folder}/test", micro_batch_size=micro_batch_size
         )
-        self.dataset, self.tokenizer, self.folder = dataset, tokenizer, Path(folder)
-        self.seq_length, self.validation_share = seq_length, validation_share
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.folder = Path(folder)
+        self.seq_length = seq_length
+        self.validation_share = validation_share
 
     def prepare_data(self) -> None:
         """Tokenize the dataset; Lightning calls this hook on one process per node, before any process reads."""
@@ -68,7 +101,8 @@ class TextBlocks(DatasetDataModule):
             )
         else:
             texts = load_dataset(self.dataset, split="train")
-        tokenizer, size = AutoTokenizer.from_pretrained(self.tokenizer), self.seq_length
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        size = self.seq_length
 
         def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
             return {"input_ids": tokenizer([f"{text}\n" for text in rows["text"]])["input_ids"]}
@@ -104,30 +138,14 @@ class RunningTraining(pl.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dataset", required=True, help="text file, .jsonl, or the name of a dataset on the hub"
-    )
-    parser.add_argument("--tokenizer", required=True, help="directory or name")
-    parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
-    parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
-    parser.add_argument("--report-to", default="tensorboard", choices=LOGGERS)
-    parser.add_argument(
-        "--resume", action="store_true", help="resume from the last checkpoint in --output"
-    )
-    parser.add_argument(
-        "--output",
-        default="runs/pretrain_clm",
-        help="directory for data, logs, checkpoints and model",
-    )
-    arguments = parser.parse_args()
+    dataset, path = arguments.dataset, arguments.tokenizer
+    if path is None:
+        import shipped
 
+        path, _ = shipped.shakespeare()
+        dataset = str(shipped.TEXT)
     pl.seed_everything(1234, workers=True)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     sizes = {"n_positions": arguments.block_size, "n_embd": 64, "n_layer": 2, "n_head": 2}
     model = MegatronModule(
         model={"model_type": "gpt2", "vocab_size": len(tokenizer), **sizes},
@@ -135,7 +153,7 @@ def main() -> None:
         lr_schedule=LRSchedule(style="linear", warmup_fraction=0.1),  # over all epochs
     )
     folder = f"{arguments.output}/blocks-{arguments.block_size}"
-    data = TextBlocks(arguments.dataset, arguments.tokenizer, folder, arguments.block_size)
+    data = TextBlocks(dataset, path, folder, arguments.block_size)
     logger: Logger | bool = False
     if arguments.with_tracking:
         try:
@@ -145,6 +163,7 @@ def main() -> None:
             parser.error(
                 f"--report-to {package}: expected its package, got none; pip install {package}"
             )
+    checkpoints = ModelCheckpoint(arguments.output, save_last=True)
     trainer = pl.Trainer(
         accelerator=arguments.accelerator,
         devices=4,
@@ -158,15 +177,21 @@ def main() -> None:
         callbacks=[
             PerplexityReport(),
             RunningTraining(),
-            ModelCheckpoint(arguments.output, save_last=True),
+            checkpoints,
         ],
     )
     trainer.fit(model, datamodule=data, ckpt_path="last" if arguments.resume else None)
-    model.save_pretrained(
-        f"{arguments.output}/model"
-    )  # AutoModelForCausalLM.from_pretrained loads it
+    trained = f"{arguments.output}/model"  # AutoModelForCausalLM.from_pretrained loads it
+    model.save_pretrained(trained)  # call it on all ranks: each sends its shards
     if trainer.is_global_zero:
-        tokenizer.save_pretrained(f"{arguments.output}/model")
+        tokenizer.save_pretrained(trained)
+        losses = trainer.callback_metrics
+        print(
+            f"{trainer.global_step} steps: training loss {losses['train_loss']:.3f}, "
+            f"validation loss {losses['val_loss']:.3f}"
+        )
+        print(f"checkpoint: {checkpoints.last_model_path}")
+        print(f"model and tokenizer: {trained}")
 
 
 if __name__ == "__main__":  # Lightning starts the other processes by running this file again

@@ -6,14 +6,23 @@ import io
 import math
 import re
 import runpy
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.corpus import VOCAB_SIZE, make_sentences
+from tests.marks import exhaustive
 from tests.ranks import ROOT, run_ranks
+
+EXAMPLES = sorted(
+    path.name
+    for path in (ROOT / "examples").glob("*.py")
+    if path.stem != "shipped"  # what they share
+)
 
 
 def _run(example: str, world_size: int, *arguments: object) -> str:
@@ -26,6 +35,7 @@ def _run(example: str, world_size: int, *arguments: object) -> str:
 
 def _main(example: str, arguments: list[str]) -> str:
     sys.argv = [example, *arguments]
+    sys.path.insert(0, str(ROOT / "examples"))  # as Python does for a program
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
     return output.getvalue()
@@ -42,6 +52,68 @@ def _check_losses(folder: Path, share: float = 1.0) -> list[float]:
     losses = [float(row["train_loss"]) for row in _metrics(folder) if row["train_loss"]]
     assert losses[-1] < losses[0] * share
     return losses
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to run examples in without arguments; what they make of what is shipped is shared."""
+    return tmp_path_factory.mktemp("clone")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda name: name.removesuffix(".py"))
+def test_example_parses_its_arguments_before_slow_imports(example: str) -> None:
+    program = (
+        "import runpy, sys\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: print('code', end.code, 'torch' in sys.modules)"
+    )
+    for argument, code in (("--help", 0), ("--no-such-option", 2)):
+        ran = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"import sys; sys.argv = [{str(ROOT / 'examples' / example)!r}, {argument!r}]\n{program}",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"code {code} False" in ran.stdout
+        assert "usage: " in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "prints"),
+    [
+        ("pretrain_gpt.py", ["--max-steps", 5], r"5 steps: .*\nlosses.*\ncheckpoint: .*last\.ckpt"),
+        ("custom_train_step.py", ["--max-steps", 5], r"5 steps with key tokens \[\d+, \d+"),
+        ("finetune_llama.py", ["--max-steps", 5], r"5 steps on .*instructions.jsonl: training"),
+        ("generate_text.py", ["--max-new-tokens", 3], r"2 prompts continued by runs/shipped/gpt2"),
+        exhaustive("pretrain_clm.py", ["--epochs", 1], r"359 steps: (.*\n)+model and tokenizer: "),
+        exhaustive("pretrain_t5.py", ["--max-steps", 5], r"5 steps: .*\nlosses.*\nmodel and tok"),
+        exhaustive("classify_bert.py", ["--max-steps", 5], r"5 steps from runs/shipped/megatron-b"),
+        exhaustive("pretrain_bert.py", ["--max-steps", 5], r"5 steps: .*\nlosses.*\nmodel and to"),
+    ],
+    ids=lambda value: value.removesuffix(".py") if str(value).endswith(".py") else "",
+)
+def test_example_runs_on_what_is_shipped_and_says_where_results_are(
+    example: str, arguments: list[Any], prints: str, clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(clone)
+    world_size = 2 if example in ("custom_train_step.py", "classify_bert.py") else 4
+    assert re.search(prints, _run(example, world_size, *arguments))
+
+
+def test_examples_use_what_the_quickstart_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples import shipped
+
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart").mkdir()
+    Path("quickstart/shakespeare_text_document.idx").touch()
+    assert shipped.shakespeare() == ("quickstart/tokenizer", "quickstart/shakespeare_text_document")
+    assert not Path("runs").exists()
 
 
 def test_pretrain_gpt_trains_and_saves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
