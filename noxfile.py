@@ -23,7 +23,7 @@ TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
 # tests of a file stay in one process, as many share slow fixtures. Files run in alphabetical order: by default those
 # with few, long tests would run last, when the other processes are idle.
 PYTEST = ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
-CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "docs", "noxfile.py")
+CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "recipes", "docs", "noxfile.py")
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -148,7 +148,7 @@ def docs(session: nox.Session) -> None:
     pages = Path(session.create_tmp()) / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir()
-    for name in ("docs", "configs", "examples", "benchmarks"):
+    for name in ("docs", "configs", "examples", "recipes", "benchmarks"):
         shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, pages)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import sysconfig
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ from benchmarks.measurement import is_first_rank
 from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy
 from lightning_megatron.engine.ops import fp8 as fp8_op
 from lightning_megatron.engine.settings import Recipe
+from recipes.text import read_texts
 
 TEXT_FOLDERS = [Path(sysconfig.get_path("purelib")), Path("/usr/share/doc")]
-SUFFIXES = (".py", ".rst", ".md", ".txt")
 VOCAB_SIZE = 32_000
 _TOKENIZER_TEXT = 8_000_000
 """Characters at the beginning of the text that the tokenizer is trained on."""
@@ -76,23 +75,6 @@ class Losses(pl.Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.losses.append(outputs["loss"].detach())
-
-
-def read_texts(folders: Sequence[Path], megabytes: float) -> list[str]:
-    """Read distinct text files below ``folders``, ordered by hash of their paths, up to a total size."""
-    paths = {
-        path for folder in folders for suffix in SUFFIXES for path in folder.rglob(f"*{suffix}")
-    }
-    texts: dict[bytes, str] = {}
-    size = 0
-    for path in sorted(paths, key=lambda path: hashlib.sha256(str(path).encode()).digest()):
-        if size >= megabytes * 1e6:
-            break
-        if path.is_file() and (content := path.read_bytes()):
-            digest = hashlib.sha256(content).digest()
-            size += 0 if digest in texts else len(content)
-            texts.setdefault(digest, content.decode(errors="replace"))
-    return list(texts.values())
 
 
 def tokenize(texts: Sequence[str], vocab_size: int) -> np.ndarray[Any, Any]:
