@@ -746,7 +746,9 @@ class MegatronModule(pl.LightningModule):
                 f"no Hugging Face {self.model_config.family} model computes this; use trainer.save_checkpoint"
             )
         chunks = list(self.model_chunks)
-        if unwrap(chunks[0]).config.moe_router_enable_expert_bias:
+        experts = self.model_config.experts
+        has_bias_in_files = experts is not None and experts.has_selection_bias
+        if unwrap(chunks[0]).config.moe_router_enable_expert_bias and not has_bias_in_files:
             raise ConfigError(
                 f"no Hugging Face {self.model_config.family} model has biases of experts "
                 "(moe_router_enable_expert_bias); save a checkpoint with trainer.save_checkpoint"

@@ -41,6 +41,8 @@ class DecoderNames:
     """Module of the mixture of experts, which has the router ``gate`` and ``experts.N``."""
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of each expert."""
+    shared_expert: str = "shared_expert"
+    """Module of the shared expert, in that of the mixture."""
     output: str = "lm_head"
     """Output layer in files; transformers 5 renames it to lm_head when reading them."""
     is_transposed: bool = False
@@ -187,17 +189,22 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         ),
         *linear(mlp + "experts.experts.linear_fc2", (down,)),
     ]
+    if experts.has_selection_bias:
+        bias = Rule(
+            megatron=mlp + "router.expert_bias",
+            hugging_face=(f"{block}.gate.e_score_correction_bias",),
+        )
+        rules.append(bias)
     width = experts.shared_ffn_hidden_size
     if width:
-        shared = f"{block}.shared_expert"
+        shared = f"{block}.{names.shared_expert}"
         fc1 = (f"{shared}.gate_proj", f"{shared}.up_proj")
+        rules += linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width))
+        rules += linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",))
+    if width and experts.has_shared_gate:
         gate_weight = Rule(
             megatron=mlp + "shared_experts.gate_weight",
             hugging_face=(f"{shared}_gate.weight",),
         )
-        rules += [
-            *linear(mlp + "shared_experts.linear_fc1", fc1, rows=(width, width)),
-            *linear(mlp + "shared_experts.linear_fc2", (f"{shared}.down_proj",)),
-            gate_weight,
-        ]
+        rules.append(gate_weight)
     return rules

@@ -43,6 +43,8 @@ _LEGACY_KEYS = {
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
     # In published files; only head_dim is read by the model.
     "qwen3_moe": {"head_dim", "max_window_layers"},
+    "dots1": {"head_dim"},
+    "glm4_moe": {"head_dim"},
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
 MAX_LAYERS = 1_000

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.ops import context, split_linear
 from lightning_megatron.engine.ops.fp8 import use_fp8
+from lightning_megatron.engine.ops.router import keep_biases_in_fp32
 from lightning_megatron.engine.overrides import build_config
 from lightning_megatron.engine.settings import EngineSettings, Recipe
 
@@ -40,6 +41,7 @@ def to_16bit(
     for chunk in chunks:
         is_wrapped = unwrap(chunk) is not chunk
         wrapped.append(chunk if is_wrapped else Float16Module(chunk.config, chunk))
+    keep_biases_in_fp32(wrapped)
     return wrapped
 
 

@@ -128,6 +128,13 @@ def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) ->
             )
     function = "moe_router_score_function"
     bias = "moe_router_enable_expert_bias"
+    if model.experts is not None and model.experts.score_function == "sigmoid":
+        for name in (function, bias):
+            if name in overrides:
+                raise ConfigError(
+                    f"transformer_config_overrides: {name} is given by the {model.family} config; leave it out"
+                )
+        return
     is_sigmoid = overrides.get(function) == "sigmoid"
     if is_sigmoid != overrides.get(bias, False):
         raise ConfigError(

@@ -97,7 +97,19 @@ class Experts:
     ffn_hidden_size: int
     """Width of one expert's MLP."""
     shared_ffn_hidden_size: int = 0
-    """Width of the shared expert, applied to every token and scaled by its sigmoid gate (Qwen 2); 0 for none."""
+    """Width of the shared expert, applied to every token; 0 for none."""
+    has_shared_gate: bool = True
+    """Whether the shared expert's output is scaled by its sigmoid gate (Qwen 2)."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits: over all experts, or of each (DeepSeek-V3)."""
+    has_selection_bias: bool = False
+    """Whether experts are selected by score plus a bias, which training updates by their load (Wang et al. 2024)."""
+    num_groups: int = 1
+    """Groups of experts; each counts with the sum of its two largest scores (DeepSeek-V3)."""
+    topk_groups: int = 1
+    """Groups per token, from which its experts are selected."""
+    scaling_factor: float = 1.0
+    """Factor of the top-k probabilities, after their normalization."""
     normalizes_topk: bool = True
     """Whether a token's top-k probabilities are divided by their sum."""
     dense_layers: tuple[int, ...] = ()
@@ -118,10 +130,26 @@ class Experts:
                 f"num_experts_per_tok: expected at most num_experts={self.num_experts}, got {self.topk}; correct the "
                 "model's config"
             )
+        self._check_groups()
         if self.topk == 1 and self.normalizes_topk:
             raise ConfigError(
                 "num_experts_per_tok=1: expected at least 2 where the probabilities of the chosen experts are "
                 "normalized, as one would always be 1 and the router learn nothing; use norm_topk_prob=False, or more"
+            )
+
+    def _check_groups(self) -> None:
+        require_number("topk_group", self.topk_groups, at_least=1, at_most=self.num_groups)
+        require_divides("n_group", self.num_groups, "num_experts", self.num_experts)
+        size = self.num_experts // self.num_groups
+        if self.num_groups > 1 and size < 2:
+            raise ConfigError(
+                f"n_group={self.num_groups}: expected groups of at least 2 of {self.num_experts} experts, as a group "
+                "counts with its two largest scores; use fewer groups"
+            )
+        if self.topk > self.topk_groups * size:
+            raise ConfigError(
+                f"num_experts_per_tok={self.topk}: expected at most topk_group x experts of a group = "
+                f"{self.topk_groups} x {size}; correct the model's config"
             )
 
 

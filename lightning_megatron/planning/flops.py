@@ -73,8 +73,9 @@ def layer_flops(
     q = model.num_attention_heads * model.kv_channels
     mlp = h * model.mlp_width(layer) * mlp_matrices(model)
     if model.experts is not None and model.has_experts(layer):
-        has_shared_mlp = model.experts.shared_ffn_hidden_size > 0
-        mlp += h * (model.experts.num_experts + has_shared_mlp)
+        experts = model.experts
+        has_gate = experts.shared_ffn_hidden_size > 0 and experts.has_shared_gate
+        mlp += h * (experts.num_experts + has_gate)
     is_decoder = layer >= model.num_layers
     s = lengths[-1] if is_decoder else lengths[0]
     keys: float = s

@@ -171,7 +171,7 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
     if experts is not None:
         # The router, and the gate of the shared MLP.
         replicated += experts.num_experts * h
-        replicated += h * (width > 0)
+        replicated += h * (width > 0 and experts.has_shared_gate)
     return split // tp + replicated + expert_parameters(model, layer) // ep
 
 

@@ -22,6 +22,17 @@ from tests.ranks import run_ranks
 
 _LIKE_LLAMA = {**LIKE_LLAMA, "num_experts_per_tok": 2, "output_router_logits": True}
 _QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
+_DEEPSEEK = {
+    **LIKE_LLAMA,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 28}),
@@ -30,6 +41,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_QWEN, "head_dim": 12, "max_window_layers": 4, "norm_topk_prob": True},
     ),
+    "dots1": ("Dots1", {**_DEEPSEEK, "first_k_dense_replace": 1}),
+    "glm4_moe": ("Glm4Moe", {**_DEEPSEEK, "head_dim": 12, "use_qk_norm": True}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
@@ -119,6 +132,8 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
             sequence_parallel=True,
         ),
     ),
+    ("dots1", {}, FOUR_RANKS),
+    ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
 )
 RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     (
@@ -136,6 +151,11 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1},
         Layout(pp=2, vpp=2, num_microbatches=2),
     ),
+    ("dots1", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, Layout()),
+    ("dots1", {"sliding_window": 5, "max_window_layers": 2}, Layout(tp=2, sequence_parallel=True)),
+    ("dots1", {}, Layout(ep=2, cp=2)),
+    ("glm4_moe", {"use_qk_norm": False}, FOUR_RANKS),
+    ("glm4_moe", {}, Layout(tp=2, sequence_parallel=True)),
     (
         "qwen3_moe",
         {"num_experts_per_tok": 1, "norm_topk_prob": False},
@@ -159,10 +179,10 @@ def test_mixture_of_experts_equals_hugging_face(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    original = modeling.load_balancing_loss_func
-    monkeypatch.setattr(
-        modeling, "load_balancing_loss_func", _per_layer_and_microbatch(original, layout)
-    )
+    original = getattr(modeling, "load_balancing_loss_func", None)
+    if original is not None:
+        balanced = _per_layer_and_microbatch(original, layout)
+        monkeypatch.setattr(modeling, "load_balancing_loss_func", balanced)
     check_family(mixture(family, **changes), layout, padded_sentences())
 
 

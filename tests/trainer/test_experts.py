@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,23 +96,39 @@ def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str
         assert all(torch.equal(bias, reference[layer]) for layer, bias in biases.items())
 
 
-def test_sigmoid_routing_equals_megatron() -> None:
+@pytest.mark.parametrize("groups", [None, (4, 2)])
+def test_sigmoid_routing_equals_megatron(groups: tuple[int, int] | None) -> None:
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     from lightning_megatron.engine.ops.router import Router
 
     logits = torch.randn(50, 8)
     bias = torch.randn(8)
-    config = SimpleNamespace(moe_router_pre_softmax=False)
+    num_groups, topk_groups = groups or (None, None)
+    config = SimpleNamespace(
+        moe_router_pre_softmax=False,
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_num_groups=num_groups,
+        moe_router_group_topk=topk_groups,
+    )
     router: Any = SimpleNamespace(
-        topk=3,
+        topk=4,
         expert_bias=bias,
+        score_function="sigmoid",
         training=False,
         config=config,
     )
+    router._selection_scores = partial(Router._selection_scores, router)
     probs, chosen = Router.routing(router, logits)
+    # Megatron's groups count with their topk / topk_groups = 2 largest scores.
     dense, _ = topk_routing_with_score_function(
-        logits, 3, score_function="sigmoid", expert_bias=bias
+        logits,
+        4,
+        num_groups=num_groups,
+        group_topk=topk_groups,
+        scaling_factor=2.5,
+        score_function="sigmoid",
+        expert_bias=bias,
     )
     torch.testing.assert_close(
         torch.zeros(50, 8).scatter(1, chosen, probs),

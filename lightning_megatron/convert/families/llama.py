@@ -20,7 +20,10 @@ cap on scores, sliding windows in five of six layers, which have a rotary base o
 Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv 2401.04088): eight experts, top-2. Qwen 2 MoE (Yang et al. 2024):
 many small experts, whose top-k probabilities are not normalized, and a shared expert. Qwen 3 MoE (Yang et al. 2025):
 128 experts, no shared one. In both some layers may have a dense MLP. OLMoE (Muennighoff et al. 2024, arXiv
-2409.02060): 64 experts, and QK norm over all heads. ``output_router_logits``, with which transformers adds the
+2409.02060): 64 experts, and QK norm over all heads. dots.llm1 (rednote 2025, arXiv 2506.05767) and GLM-4.5 (GLM Team
+2025, arXiv 2508.06471): the router of DeepSeek-V3 (arXiv 2412.19437), sigmoids with a bias and groups, leading dense
+layers, and shared experts without a gate; GLM-4.5's layers of multi-token prediction are left out, as in transformers.
+``output_router_logits``, with which transformers adds the
 auxiliary loss, is ignored: training here adds the load balancing loss whenever ``router_aux_loss_coef`` is not 0.
 """
 
@@ -157,6 +160,40 @@ def _qwen_moe(hf: Any) -> Fields:
         shared_ffn_hidden_size=getattr(hf, "shared_expert_intermediate_size", 0),
         dense_layers=dense,
     )
+
+
+def _deepseek_experts(hf: Any) -> Fields:
+    """Fields of the mixture of DeepSeek-V3, which others took over."""
+    dense = tuple(range(min(hf.first_k_dense_replace, hf.num_hidden_layers)))
+    if len(dense) == hf.num_hidden_layers:
+        return {}
+    experts = Experts(
+        num_experts=hf.n_routed_experts,
+        topk=hf.num_experts_per_tok,
+        ffn_hidden_size=hf.moe_intermediate_size,
+        shared_ffn_hidden_size=hf.moe_intermediate_size * hf.n_shared_experts,
+        has_shared_gate=False,
+        score_function="sigmoid",
+        has_selection_bias=True,
+        num_groups=hf.n_group,
+        topk_groups=hf.topk_group,
+        normalizes_topk=hf.norm_topk_prob,
+        scaling_factor=hf.routed_scaling_factor,
+        dense_layers=dense,
+    )
+    return {"experts": experts}
+
+
+def _glm4_moe(hf: Any) -> Fields:
+    return {
+        **_deepseek_experts(hf),
+        "qk_layernorm": hf.use_qk_norm,
+        # attention_bias applies to queries, keys and values only.
+        "add_attention_output_bias": False,
+    }
+
+
+_DEEPSEEK_NAMES = DecoderNames(shared_expert="shared_experts")
 
 
 FAMILIES = (
@@ -300,6 +337,21 @@ FAMILIES = (
         architectures=causal_lm("Qwen3Moe"),
         defaults={**LLAMA, "qk_layernorm": True},
         custom_fields=_qwen_moe,
+    ),
+    Family(
+        name="dots1",
+        architectures=causal_lm("Dots1"),
+        defaults={**LLAMA, "qk_layernorm": True},
+        custom_fields=_deepseek_experts,
+        names=_DEEPSEEK_NAMES,
+    ),
+    Family(
+        name="glm4_moe",
+        architectures=causal_lm("Glm4Moe"),
+        defaults=LLAMA,
+        custom_fields=_glm4_moe,
+        names=_DEEPSEEK_NAMES,
+        partial_rotary=True,
     ),
     Family(
         name="olmoe",

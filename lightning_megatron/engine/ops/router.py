@@ -25,11 +25,12 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Top-k router in fp32: softmax over all experts; Megatron's parameter ``weight``, [experts, h].
+    """Top-k router in fp32: softmax over all experts, or sigmoids; Megatron's parameter ``weight``, [experts, h].
 
-    With ``moe_router_enable_expert_bias`` the scores are sigmoids, and experts are selected by the sum of score and
-    ``expert_bias``, [experts], fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv
-    2408.15664).
+    With ``moe_router_enable_expert_bias`` experts are selected by the sum of score and ``expert_bias``, [experts],
+    fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv 2408.15664). With
+    ``moe_router_num_groups`` they are selected from the ``moe_router_group_topk`` groups of the largest two scores
+    (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
 
     Attributes:
         num_tokens: [], fp32: non-padding tokens of the global batch; None outside of a training step.
@@ -64,24 +65,35 @@ class Router(TopKRouter):
             [tokens, topk].
         """
         logits = logits.view(-1, logits.shape[-1]).float()
-        if self.expert_bias is None:
-            scores = torch.softmax(logits, dim=-1)
-            probs, experts = torch.topk(scores, self.topk, dim=-1)
-        else:
-            scores = torch.sigmoid(logits)
-            experts = torch.topk(
-                scores + self.expert_bias,
-                self.topk,
-                dim=-1,
-            ).indices
-            probs = scores.gather(1, experts)
+        is_sigmoid = self.score_function == "sigmoid"
+        scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
+        experts = torch.topk(self._selection_scores(scores), self.topk, dim=-1).indices
+        probs = scores.gather(1, experts)
+        if is_sigmoid:
             # For the auxiliary loss, as in Megatron.
             scores = scores / scores.sum(dim=-1, keepdim=True)
         if not self.config.moe_router_pre_softmax:
             probs = probs / probs.sum(dim=-1, keepdim=True)
+        scaling_factor = self.config.moe_router_topk_scaling_factor or 1.0
+        if scaling_factor != 1.0:
+            probs = probs * scaling_factor
         if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
             probs = self._attach_aux_loss(probs, scores, experts, padding_mask)
         return probs, experts
+
+    @torch.no_grad()
+    def _selection_scores(self, scores: Tensor) -> Tensor:
+        """Scores by which experts are selected, [tokens, experts]: with bias, and -inf outside of a token's groups."""
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        num_groups = self.config.moe_router_num_groups
+        if num_groups is None:
+            return scores
+        groups = scores.view(len(scores), num_groups, -1)
+        group_scores = groups.topk(2, dim=-1).values.sum(dim=-1)
+        chosen = group_scores.topk(self.config.moe_router_group_topk, dim=-1).indices
+        is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen, False)
+        return groups.masked_fill(is_outside[..., None], -torch.inf).view_as(scores)
 
     def _attach_aux_loss(
         self,
@@ -110,6 +122,14 @@ class Router(TopKRouter):
             self.load[1:] += counts
         attached: Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
         return attached
+
+
+def keep_biases_in_fp32(chunks: Iterable[torch.nn.Module]) -> None:
+    """Return the expert biases of 16-bit chunks to fp32: a rounded bias selects other experts."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router) and module.expert_bias is not None:
+                module.expert_bias = module.expert_bias.float()
 
 
 @dataclass(frozen=True, kw_only=True)
