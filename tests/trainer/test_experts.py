@@ -1,8 +1,8 @@
 """Training of mixtures of experts: logged metrics, biases that follow the load, and refusals to lose biases."""
 
 import re
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
