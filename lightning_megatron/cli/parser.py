@@ -232,10 +232,11 @@ def _add_argument(
     if Sequence in origins or tuple in origins:
         details["nargs"] = "+"
     if default is not parameter.empty:
-        details["default"] = default
         shown = str(default)
         if isinstance(default, tuple):
             shown = " ".join(default)
+            default = list(default)
+        details["default"] = default
         if default is not None and shown:
             details["help"] += f" (default: {shown})"
     parser.add_argument(name, **details)
