@@ -35,7 +35,7 @@ WORK = Path("runs/recipes")
 SHAKESPEARE = Path("examples/data/shakespeare.jsonl.gz")
 PACKAGES = ("lightning-megatron", "torch", "lightning", "megatron-core", "transformers")
 
-_PACKAGES_MEGABYTES = 100.0
+_PACKAGES_MEGABYTES = 60.0
 
 Kind = Literal["gpt", "bert", "t5"]
 
