@@ -26,7 +26,7 @@ from lightning_megatron.engine.collectives import (
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
 )
 from lightning_megatron.engine.lr_schedule import LRSchedule as LRSchedule
-from lightning_megatron.engine.optimizer import OptimizerOptions as OptimizerOptions
+from lightning_megatron.engine.optimizer_options import OptimizerOptions as OptimizerOptions
 from lightning_megatron.errors import CheckpointError as CheckpointError
 from lightning_megatron.errors import ConfigError as ConfigError
 from lightning_megatron.errors import DataError as DataError

@@ -39,13 +39,13 @@ from lightning_megatron.engine.lr_schedule import (
     MegatronLRScheduler,
     scheduler_settings,
 )
-from lightning_megatron.engine.optimizer import OptimizerOptions
+from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
 from lightning_megatron.foreign_names import checks_options
-from lightning_megatron.generate.decode import GenerationOutput, LiveModel
 from lightning_megatron.generate.inputs import inputs_from_batch
+from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
 from lightning_megatron.models.build import build_chunks, initialize_weights

@@ -37,19 +37,20 @@ from lightning_megatron.data.resumable import (
 from lightning_megatron.data.workers import let_workers_end
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
+from lightning_megatron.engine.finite_check import FiniteCheck
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.ops.fp8 import known_recipe
 from lightning_megatron.engine.optimizer import (
     Gradients,
     MegatronOptimizer,
     OptimizerContext,
-    OptimizerOptions,
     OptimizerReport,
 )
+from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import CPCommType, ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, run_seed
-from lightning_megatron.engine.schedule import AllowedSkips, Schedule
+from lightning_megatron.engine.schedule import Schedule
 from lightning_megatron.engine.settings import EngineSettings, Recipe, Recompute
 from lightning_megatron.engine.shared_weights import freeze_shared_weights
 from lightning_megatron.engine.step import StepOutput, StepShape
@@ -286,7 +287,7 @@ class MegatronStrategy(DDPStrategy):
         return next((o for o in self.optimizers if isinstance(o, MegatronOptimizer)), None)
 
     @property
-    def _host_group(self) -> dist.ProcessGroup:
+    def host_group(self) -> dist.ProcessGroup:
         """Process group of all ranks, over gloo."""
         return groups.host_group(self._watch.collective_timeout)
 
@@ -295,7 +296,8 @@ class MegatronStrategy(DDPStrategy):
         return ready(self.lightning_module, "connect")
 
     @property
-    def _chunks(self) -> list[Any]:
+    def chunks(self) -> list[Any]:
+        """This rank's model chunks."""
         return list(self._module.model_chunks)  # type: ignore[arg-type]
 
     @property
@@ -405,7 +407,7 @@ class MegatronStrategy(DDPStrategy):
         self._runtime.patch()
         self._runtime.seed(run_seed(), self._topology.pp_rank, self._topology.cp_rank)
         self._common_batches = math.inf
-        self.checkpointing.begin(self._module.trainer, environment, self._host_group)
+        self.checkpointing.begin(self._module.trainer, environment, self.host_group)
 
     def _save_to_reshard(self) -> Path | None:
         """Save the weights of a module that was built for another layout, while its process groups still exist."""
@@ -414,7 +416,7 @@ class MegatronStrategy(DDPStrategy):
         if built_for is None or built_for == self.settings:
             return None
         with self.engine():
-            return write_weights(self._chunks, as_path(module.trainer.default_root_dir))
+            return write_weights(self.chunks, as_path(module.trainer.default_root_dir))
 
     # ---- Lightning: setup -----------------------------------------------------------------------------------------
 
@@ -441,13 +443,13 @@ class MegatronStrategy(DDPStrategy):
             graphs = MicrobatchGraphs() if self.cuda_graphs else None
             self.model_to_device()
             if self._weights_to_reshard is not None:
-                read_weights(self._chunks, self._weights_to_reshard)
+                read_weights(self.chunks, self._weights_to_reshard)
                 self._weights_to_reshard = None
             module.model_chunks = to_16bit(module.model_chunks, settings.params_dtype, self.fp8)  # type: ignore[arg-type]
             if fitting:
-                freeze_shared_weights(self._chunks, self._host_group)
+                freeze_shared_weights(self.chunks, self.host_group)
                 module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
-            self._schedule = Schedule(self._chunks, self.topology, graphs)
+            self._schedule = Schedule(self.chunks, self.topology, graphs)
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -468,7 +470,7 @@ class MegatronStrategy(DDPStrategy):
             max_skips_in_a_row=self.max_skips_in_a_row,
         )
         with self.engine():
-            return MegatronOptimizer(self._chunks, options, lr, context)
+            return MegatronOptimizer(self.chunks, options, lr, context)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -515,7 +517,7 @@ class MegatronStrategy(DDPStrategy):
     def on_predict_start(self) -> None:
         """Agree on how many batches every rank has: a replica with fewer samples does not repeat any."""
         num_batches = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))
-        self._common_batches = float(self.reduce(num_batches, self._host_group, "min"))
+        self._common_batches = float(self.reduce(num_batches, self.host_group, "min"))
 
     @override
     def on_train_start(self) -> None:
@@ -550,7 +552,7 @@ class MegatronStrategy(DDPStrategy):
         if error is not None and not self._engine_losses:
             raise error
         has_failed = torch.tensor(float(error is not None))
-        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self._host_group)
+        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=self.host_group)
         if has_failed:
             call_on_all_ranks(check)
 
@@ -594,12 +596,14 @@ class MegatronStrategy(DDPStrategy):
         self._engine_losses.append(EngineLoss.of(output.loss))
         self.step_shape = output.shape
         limit = self.max_skips_in_a_row if self.on_nan == "skip" else 0
-        check_finite = partial(
-            schedule.check_finite,
-            output,
+        check_finite = FiniteCheck(
+            output=output,
+            objective=type(train_step).__name__,
             step=trainer.global_step,
-            allowed_skips=AllowedSkips(limit, optimizer.skips_in_a_row),
-            group=self._host_group,
+            max_skips=limit,
+            skips_in_a_row=optimizer.skips_in_a_row,
+            dp_rank=self.data_parallel_rank,
+            group=self.host_group,
             check_weights=partial(self._check_weights, optimizer, trainer.global_step),
         )
         optimizer.accept(Gradients(output.loss, check_finite))
@@ -613,7 +617,7 @@ class MegatronStrategy(DDPStrategy):
         """
         origin = None if optimizer.has_updated else self.checkpointing.weight_origin
         model = getattr(self._module, "model_config", None)
-        check_weights(self._chunks, step=step, origin=origin, model=model, group=self._host_group)
+        check_weights(self.chunks, step=step, origin=origin, model=model, group=self.host_group)
 
     def forward_only(
         self, batch: Batch, train_step: TrainStep, observe: Observer | None = None
@@ -641,7 +645,7 @@ class MegatronStrategy(DDPStrategy):
             **({EXPERT_BIAS: True} if has_bias else {}),
         }
         return RunState(
-            chunks=self._chunks,
+            chunks=self.chunks,
             optimizer=self.megatron_optimizer,
             runtime=ready(self._runtime, "setup_environment"),
             topology=self.topology,
@@ -690,7 +694,7 @@ class MegatronStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         with self.engine():
-            finish_parameter_gathers(self._chunks)
+            finish_parameter_gathers(self.chunks)
         self.checkpointing.on_train_end()
 
     @override

@@ -55,7 +55,7 @@ PRELOADED = (
     "transformers.models.t5.modeling_t5",
     "lightning_megatron.cli.train",
     "lightning_megatron.convert.convert",
-    "lightning_megatron.generate.pipeline",
+    "lightning_megatron.generate.live_model",
     "lightning_megatron.callbacks.model_summary",
     "lightning_megatron.models.build",
     "tests.cli.command",

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.errors import ConfigError
 
@@ -50,9 +52,7 @@ def raise_on_all_ranks() -> Iterator[None]:
         error.__cause__ = caught
     if dist.is_initialized() and dist.get_world_size() > 1:
         own = None if error is None else (type(error), str(error))
-        errors: list[tuple[type[ConfigError], str] | None] = [own] * dist.get_world_size()
-        dist.all_gather_object(errors, own)
-        for rank, each in enumerate(errors):
+        for rank, each in enumerate(gather_objects(own)):
             if error is None and each is not None:
                 kind, text = each
                 raise kind(f"{text} (on rank {rank})")
@@ -79,7 +79,7 @@ def wait_for_all_ranks(timeout: timedelta) -> bool:
     return True
 
 
-def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Mean of each loss over the data-parallel ranks; every rank of the group must call.
 
     A mean of means: exact only if all ranks have equal weight. ``TrainStep`` losses are weighted by their targets.
@@ -94,7 +94,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
         ConfigError: Before the process groups exist.
     """
     group = data_parallel_group()
-    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    averaged = torch.cat([loss.detach().view(1) for loss in losses])
     dist.all_reduce(averaged, group=group)
     return averaged / dist.get_world_size(group)
 
@@ -122,12 +122,12 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     kinds = [None if each is None else _kind(each) for each in rows]
     description = str(pytree.tree_unflatten(kinds, structure))
     counts = [0 if each is None else len(each) for each in rows]
-    of_ranks: list[tuple[str, list[int]]] = [("", [])] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, (description, counts), group=group)
+    of_ranks = gather_objects((description, counts), group)
+    first, _ = of_ranks[0]
     for rank, (other, _) in enumerate(of_ranks):
-        if other != of_ranks[0][0]:
+        if other != first:
             raise ConfigError(
-                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {of_ranks[0][0]}; give all the same"
+                f"data-parallel rank {rank} gathers {other} and rank 0 gathers {first}; give all the same"
             )
     all_counts = zip(*(counts for _, counts in of_ranks), strict=True)
     gathered = [
@@ -137,25 +137,25 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
     return pytree.tree_unflatten(gathered, structure)
 
 
-def _as_rows(leaf: Any) -> torch.Tensor:
-    if not isinstance(leaf, torch.Tensor):
+def _as_rows(leaf: Any) -> Tensor:
+    if not isinstance(leaf, Tensor):
         raise ConfigError(
             f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors"
         )
-    rows = leaf.detach()
-    return rows[None] if rows.dim() == 0 else rows
+    rows: Tensor = torch.atleast_1d(leaf.detach())
+    return rows
 
 
-def _kind(rows: torch.Tensor) -> str:
+def _kind(rows: Tensor) -> str:
     shape = ["rows", *(str(size) for size in rows.shape[1:])]
     return f"{rows.dtype} of the shape [{', '.join(shape)}]"
 
 
 def all_gather_rows(
-    rows: torch.Tensor,
+    rows: Tensor,
     counts: Sequence[int],
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """All-gather ``rows`` in rank order; ``counts`` is the number of rows of each rank. Every rank must call."""
     if len(counts) == 1:
         return rows
@@ -168,8 +168,8 @@ def all_gather_rows(
     padded[: rows.shape[0]] = rows
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded, group=group)
-    parts = zip(gathered, counts, strict=True)
-    return torch.cat([part[:count].to(own_device) for part, count in parts])
+    parts = [part[:count] for part, count in zip(gathered, counts, strict=True)]
+    return torch.cat(parts).to(own_device)
 
 
 def compute_metrics(
@@ -182,11 +182,7 @@ def compute_metrics(
     States are synchronized over the data-parallel ranks of the last stage only: other ranks of a replica have seen no
     rows, or the same ones. The last stage then broadcasts the values over the pp group.
     """
-    values = torch.zeros(
-        len(metrics),
-        dtype=torch.float64,
-        device=device,
-    )
+    values = torch.zeros(len(metrics), dtype=torch.float64, device=device)
     if topology.is_last_stage:
         for index, metric in enumerate(metrics.values()):
             metric.process_group = topology.dp_group
@@ -213,11 +209,12 @@ def data_parallel_group() -> dist.ProcessGroup:
 class HostCopy:
     """Asynchronous copy of a scalar from device to host; only ``read`` waits for it."""
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value: Tensor) -> None:
         """Queue the copy of ``value``, of one element, on the current stream; of a tensor on the host, copy it now."""
         self._copy = value.detach().to("cpu", non_blocking=True, copy=True)
-        self._copied = torch.cuda.Event() if value.is_cuda else None
-        if self._copied is not None:
+        self._copied: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cpu")
@@ -35,11 +36,11 @@ class CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = DEVICE
-        if func is torch.Tensor.cuda:
+        if func is Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], DEVICE, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is Tensor.type and len(args) == 1 and not kwargs:
             # optimizer/optimizer.py accepts only parameters of type "torch.cuda.FloatTensor" and the like.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-Tensors: TypeAlias = Mapping[str, torch.Tensor]
-Body: TypeAlias = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+Tensors: TypeAlias = Mapping[str, Tensor]
+Body: TypeAlias = Callable[[dict[str, Tensor]], Tensor]
 """Forward and backward pass of a microbatch; returns its report."""
 
 WARMUP_STEPS = 3
@@ -33,8 +34,8 @@ MAX_GRAPHS = 4
 @dataclass(frozen=True, kw_only=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: dict[str, torch.Tensor]
-    report: torch.Tensor
+    inputs: dict[str, Tensor]
+    report: Tensor
 
 
 class MicrobatchGraphs:
@@ -66,7 +67,7 @@ class MicrobatchGraphs:
         has_room = key in self._captured or len(self._captured) < MAX_GRAPHS
         return has_room and self._seen[key] > WARMUP_STEPS
 
-    def run(self, inputs: Tensors, body: Body) -> torch.Tensor:
+    def run(self, inputs: Tensors, body: Body) -> Tensor:
         """Replay the graph of ``body`` for ``inputs``, captured at the first call, and return the report.
 
         Args:

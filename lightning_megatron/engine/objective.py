@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
-Batch: TypeAlias = dict[str, torch.Tensor]
+Batch: TypeAlias = dict[str, Tensor]
 
 
 class LossTerm(NamedTuple):
     """Unnormalized loss: the engine sums both fields over the global batch and divides once, exactly."""
 
-    sum: torch.Tensor
+    sum: Tensor
     """[], fp32: sum of the losses of a microbatch's targets; gradients flow through it."""
-    targets: torch.Tensor
+    targets: Tensor
     """[]: number of these targets."""
 
 
@@ -42,7 +43,7 @@ class Objective(Protocol):
     def split_lengths(self, batch: Batch) -> Mapping[str, int]:
         """Sequence lengths that context and sequence parallelism split, by their name in errors."""
 
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+    def counts(self, batch: Batch) -> Mapping[str, Tensor] | None:
         """Number of targets of each loss term in a prepared batch; None if unknown before the forward pass."""
 
     def forward_step(

@@ -1,4 +1,4 @@
-"""Megatron's optimizer as a torch optimizer: options, parameter groups, and a wrapper for Lightning.
+"""Megatron's optimizer as a torch optimizer, for Lightning.
 
 Lightning and torch's learning-rate schedulers require a ``torch.optim.Optimizer``; Megatron's is not one. The wrapper
 exposes Megatron's parameter groups and leaves gradients, loss scaling and state to Megatron.
@@ -14,104 +14,28 @@ step that is not finite never reaches the weights either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from lightning_megatron.engine import optimizer_state
 from lightning_megatron.engine.collectives import HostCopy
+from lightning_megatron.engine.grad_norm import GradientNorm
 from lightning_megatron.engine.ops.adam import MasterOptimizer
-from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
-from lightning_megatron.engine.settings import EngineSettings
-from lightning_megatron.errors import (
-    ConfigError,
-    NonFiniteError,
-    as_options,
-    require_choice,
-    require_number,
+from lightning_megatron.engine.optimizer_options import (
+    OptimizerOptions,
+    engine_config,
+    group_name,
+    group_overrides,
 )
-from lightning_megatron.foreign_names import checks_options
-
-
-@checks_options
-@dataclass(frozen=True, kw_only=True)
-class GroupMultipliers:
-    """Factors for one group of parameters.
-
-    Args:
-        lr_mult: Factor of the learning rate.
-        wd_mult: Factor of the weight decay.
-    """
-
-    lr_mult: float = 1.0
-    wd_mult: float = 1.0
-
-
-@checks_options
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """Options of Megatron's optimizer, without the learning rate, which is an option of the module.
-
-    Args:
-        name: ``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has
-            momentum.
-        weight_decay: Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers``
-            say so.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        momentum: Momentum of ``sgd``.
-        multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``) to factors; the first match wins.
-        initial_loss_scale: Initial loss scale of ``16-mixed``.
-        min_loss_scale: Lower bound of the loss scale of ``16-mixed``.
-        loss_scale_window: Of ``16-mixed``: steps without overflow after which the loss scale doubles.
-        loss_scale_hysteresis: Of ``16-mixed``: the loss scale is halved at this overflow and each later one, counted
-            since it last doubled.
-    """
-
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    momentum: float = 0.9
-    multipliers: Mapping[str, GroupMultipliers] = field(default_factory=dict)
-    initial_loss_scale: float = 2.0**32
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    loss_scale_hysteresis: int = 2
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ConfigError: If the name is unknown, or a value is out of range.
-        """
-        factors = {
-            glob: as_options(GroupMultipliers, each, "multipliers")
-            for glob, each in dict(self.multipliers).items()
-        }
-        object.__setattr__(self, "multipliers", factors)
-        require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
-        for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
-            require_number(name, getattr(self, name))
-        for name in ("beta1", "beta2"):
-            if not getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options"
-                )
-        for name in ("loss_scale_window", "loss_scale_hysteresis"):
-            require_number(name, getattr(self, name), at_least=1)
-        require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE, math.inf)
-        require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale, math.inf)
+from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.errors import ConfigError, NonFiniteError, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,65 +48,8 @@ class OptimizerReport:
     """Whether the weights were left unchanged, because of an overflow or a non-finite loss or gradient."""
     skipped_steps: int
     """Number of steps skipped for a non-finite loss or gradient, including those before a resume."""
-    loss_scale: torch.Tensor
+    loss_scale: Tensor
     """[1], fp32, on the device (reading it waits): the loss scale of the next step; 1 unless ``16-mixed``."""
-
-
-def multipliers_of(
-    name: str,
-    parameter: torch.Tensor,
-    options: OptimizerOptions,
-) -> GroupMultipliers:
-    """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
-
-    Args:
-        name: Megatron's parameter name, with the prefixes of wrappers.
-        parameter: The parameter.
-        options: The options with the user's globs.
-    """
-    plain_name = name.replace("module.", "")
-    if plain_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
-        # The last stage's copy of a tied embedding, which must be updated like the embedding.
-        plain_name = "embedding.word_embeddings.weight"
-    for pattern, multipliers in options.multipliers.items():
-        if fnmatch(plain_name, pattern):
-            return multipliers
-    is_one_dimensional = parameter.dim() == 1 or plain_name.endswith(".bias")
-    return GroupMultipliers(wd_mult=0.0 if is_one_dimensional else 1.0)
-
-
-def _group_overrides(
-    chunks: Iterable[torch.nn.Module], options: OptimizerOptions
-) -> dict[ParamKey, dict[str, float]]:
-    """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
-    distinct = {GroupMultipliers(wd_mult=0.0), *options.multipliers.values()}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            distinct.add(multipliers_of(name, parameter, options))
-    distinct.discard(GroupMultipliers())
-
-    def has(multipliers: GroupMultipliers) -> Callable[[torch.nn.Parameter, str], bool]:
-        return lambda parameter, name: multipliers_of(name, parameter, options) == multipliers
-
-    overrides = {}
-    for group in sorted(distinct, key=lambda each: (each.lr_mult, each.wd_mult)):
-        predicate = ParamWithNamePredicate(name=str(group), fn=has(group))
-        factors = {"lr_mult": group.lr_mult, "wd_mult": group.wd_mult}
-        overrides[ParamKey(with_name_predicate=predicate)] = factors
-    return overrides
-
-
-def _group_name(lr_mult: float, wd_mult: float) -> str:
-    """Name of a parameter group, which Lightning's LearningRateMonitor logs as e.g. ``lr/weight_decay``."""
-    if wd_mult == 0.0:
-        name = "no_weight_decay"
-    elif wd_mult == 1.0:
-        name = "weight_decay"
-    else:
-        name = f"weight_decay_x{wd_mult:g}"
-    if lr_mult != 1.0:
-        name += f"_lr_x{lr_mult:g}"
-    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,20 +97,20 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         require_number("lr", lr)
         self.inner: Any = get_megatron_optimizer(
-            _engine_config(options, lr, context.settings),
+            engine_config(options, lr, context.settings),
             chunks,
-            config_overrides=_group_overrides(chunks, options),
+            config_overrides=group_overrides(chunks, options),
         )
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = options.weight_decay * group["wd_mult"]
-            group["name"] = _group_name(group["lr_mult"], group["wd_mult"])
+            group["name"] = group_name(group["lr_mult"], group["wd_mult"])
         self._context = context
         self.clip_grad = 0.0
         """Maximum global gradient norm of the next step; 0 for no clipping (the norm is computed anyway)."""
         # OneCycleLR and CyclicLR check here whether the groups have a momentum that they can schedule.
-        self.defaults: dict[str, Any] = dict(self.parts[0].optimizer.defaults)
+        self.defaults: dict[str, Any] = {**self.parts[0].optimizer.defaults}
         self._gradients: Gradients | None = None
         """Those of the next step; None before they are computed."""
         self.grad_norm: Tensor | None = None
@@ -257,8 +124,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """How many of them came last, without an update since."""
         self.has_updated = False
         """Whether a step of this run has changed the weights."""
-        self._norm_groups = [part.get_grad_stats_parallel_group() for part in self.parts]
-        """Of each part: the ranks whose gradients add up to the norm of one model copy."""
+        self._norm = GradientNorm(self.parts)
         for part in self.parts:
             if getattr(part, "grad_scaler", None) is not None:
                 # Otherwise a replica alone could overflow, and skip the step alone.
@@ -328,7 +194,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def _masked_update(self, gradients: Gradients) -> None:
         """Queue the update, which the device skips if the gradient norm is not finite."""
-        squared = self._squared_norm(gradients.loss)
+        squared = self._norm.squared(gradients.loss)
         self.grad_norm = squared.sqrt().squeeze()
         found_inf = (~squared.isfinite()).float()
         for optimizer in self._masters:
@@ -340,43 +206,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
         # Copied before the update, so that the host need not wait for the update.
         self._outcome = (HostCopy(squared), gradients.check_finite)
         self.inner.step_with_ready_grads()
-
-    def _squared_norm(self, loss: Tensor) -> Tensor:
-        """Squared global gradient norm: [1], fp32. NaN or infinite also if the loss is: the host reads only this value.
-
-        megatron-core 0.16.1, optimizer/clip_grads.py:get_grad_norm_fp32, without waiting for the device.
-        """
-        counted_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        copies_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        # Experts have their own optimizer and, without sharding, their own group of ranks.
-        for part, group in zip(self.parts, self._norm_groups, strict=True):
-            counted, copies = _counted_gradients(part)
-            counted_by_group.setdefault(group, []).extend(counted)
-            copies_by_group.setdefault(group, []).extend(copies)
-        total = torch.zeros(1, dtype=torch.float32, device=loss.device)
-        for group, counted in counted_by_group.items():
-            copies = copies_by_group[group]
-            gradients = [*counted, 0.0 * loss, *copies]
-            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-            num_counted = len(counted) + 1
-            norm = torch.linalg.vector_norm(torch.stack(norms[:num_counted]))
-            squared = norm.reshape(1) ** 2.0
-            if copies:
-                squared += _zero_or_nan(torch.stack(norms[num_counted:]).sum())
-            dist.all_reduce(squared, group=group)
-            total += squared
-        if not self._norms_span_world:
-            # Replicas have equal gradients, unless a device computes wrongly: then all skip the step, or none.
-            problems = _zero_or_nan(total)
-            dist.all_reduce(problems)
-            total += problems
-        return total
-
-    @property
-    def _norms_span_world(self) -> bool:
-        """Whether each rank's gradients reach all ranks with the norm, as with the distributed optimizer."""
-        world_size = dist.get_world_size()
-        return all(dist.get_world_size(group) == world_size for group in self._norm_groups)
 
     @property
     def _masters(self) -> list[MasterOptimizer]:
@@ -460,10 +289,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         )
 
     def _make_report(self, norm: float) -> OptimizerReport:
-        is_finite = math.isfinite(norm)
+        skipped = not math.isfinite(norm)
         return OptimizerReport(
-            grad_norm=norm if is_finite else math.nan,
-            skipped=not is_finite,
+            grad_norm=math.nan if skipped else norm,
+            skipped=skipped,
             skipped_steps=self.skipped_steps,
             loss_scale=self.inner.get_loss_scale().detach().clone(),
         )
@@ -486,13 +315,15 @@ class MegatronOptimizer(torch.optim.Optimizer):
         algorithm = config.optimizer
         if algorithm == "sgd" and config.sgd_momentum <= 0:
             algorithm += " without momentum"
-        multipliers = set()
+        multipliers: list[list[float]] = []
         for group in self.param_groups:
-            multipliers.add((float(group["lr_mult"]), float(group["wd_mult"])))
+            pair = [float(group["lr_mult"]), float(group["wd_mult"])]
+            if pair not in multipliers:
+                multipliers.append(pair)
         return {
             "implementation": "DistributedOptimizer",  # formerly the only one that could read the format
             "algorithm": algorithm,
-            "multipliers of lr and weight decay": [list(pair) for pair in sorted(multipliers)],
+            "multipliers of lr and weight decay": sorted(multipliers),
         }
 
     def sharded_state_dict(
@@ -540,51 +371,3 @@ class MegatronOptimizer(torch.optim.Optimizer):
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
         optimizer_state.gather_weights(self.parts)
-
-
-def _engine_config(options: OptimizerOptions, lr: float, settings: EngineSettings) -> Any:
-    """Megatron's config of the optimizer."""
-    chosen = {
-        "optimizer": "sgd" if options.name == "sgd" else "adam",
-        "decoupled_weight_decay": options.name == "adamw",
-        "lr": lr,
-        "weight_decay": options.weight_decay,
-        "adam_beta1": options.beta1,
-        "adam_beta2": options.beta2,
-        "adam_eps": options.eps,
-        "sgd_momentum": options.momentum,
-        "params_dtype": settings.params_dtype,
-        "bf16": settings.params_dtype is torch.bfloat16,
-        "fp16": settings.params_dtype is torch.float16,
-        "initial_loss_scale": options.initial_loss_scale,
-        "min_loss_scale": options.min_loss_scale,
-        "loss_scale_window": options.loss_scale_window,
-        "hysteresis": options.loss_scale_hysteresis,
-        "use_distributed_optimizer": settings.distributed_optimizer,
-        "overlap_param_gather": settings.overlaps_gathers,
-    }
-    return build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
-
-
-def _counted_gradients(part: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of one of Megatron's optimizers that the norm counts, and copies of some that other ranks count.
-
-    The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages.
-    """
-    if hasattr(part, "get_grads_for_grad_norm"):  # from megatron-core 0.19 on
-        counted: list[Tensor] = part.get_grads_for_grad_norm()
-    else:
-        counted = part.get_main_grads_for_grad_norm()
-    counted_ids = {id(gradient) for gradient in counted}
-    gradients = (parameter.grad for parameter in part.get_parameters())
-    copies = [
-        gradient
-        for gradient in gradients
-        if gradient is not None and id(gradient) not in counted_ids
-    ]
-    return counted, copies
-
-
-def _zero_or_nan(value: Tensor) -> Tensor:
-    """0 if ``value`` is finite, NaN if it is not; does not wait for the device."""
-    return 0.0 * value

@@ -12,13 +12,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
@@ -30,18 +30,9 @@ from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
 from lightning_megatron.engine.step import StepOutput, StepShape
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.errors import ConfigError, NonFiniteError, divisors
+from lightning_megatron.errors import ConfigError, divisors
 
 Observer: TypeAlias = Callable[[Batch, Output], None]
-
-
-class AllowedSkips(NamedTuple):
-    """How many steps in a row may be skipped for a NaN or infinite loss or gradient before the run ends."""
-
-    limit: int
-    """0 if the first one ends the run."""
-    in_a_row: int
-    """How many have been skipped since the last update."""
 
 
 class Schedule:
@@ -76,9 +67,9 @@ class Schedule:
             for chunk in chunks
             for name, weight in chunk.named_parameters()
         ]
-        self._denominators: dict[str, torch.Tensor] | None = None
-        self._denominator_buffers: dict[tuple[str, ...], torch.Tensor] = {}
-        self._targets_seen: list[torch.Tensor] = []
+        self._denominators: dict[str, Tensor] | None = None
+        self._denominator_buffers: dict[tuple[str, ...], Tensor] = {}
+        self._targets_seen: list[Tensor] = []
         self._graphs = graphs
         self._balance: LoadBalance | None = None
         if self._configs[0].num_moe_experts is not None:
@@ -152,75 +143,6 @@ class Schedule:
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made; freeze before fit"
                 )
 
-    def check_finite(
-        self,
-        output: StepOutput,
-        grad_norm: float,
-        *,
-        step: int,
-        allowed_skips: AllowedSkips,
-        group: dist.ProcessGroup,
-        check_weights: Callable[[], None],
-    ) -> None:
-        """Warn of a step without targets; raise or warn, with the origin, if loss or gradients are NaN or infinite.
-
-        Every rank must call, with the same ``grad_norm``.
-
-        Args:
-            output: Result of ``train``.
-            grad_norm: Norm of the step's gradients; NaN or infinite if the loss is.
-            step: Number of the step.
-            allowed_skips: Whether the step is skipped instead of ending the run.
-            group: All ranks, over gloo.
-            check_weights: Raises if weights are not finite, which no other batch can mend; called on all ranks if
-                ``grad_norm`` is not finite.
-
-        Raises:
-            NonFiniteError: If ``grad_norm`` is not finite, unless the step may be skipped.
-            ConfigError: If the gradients were divided by other target counts than ``loss_func`` returned.
-        """
-        if grad_norm == 0 and not sum(output.num_targets.values()):
-            rank_zero_warn(
-                "a global batch had no targets (all labels are -100); check labels and loss masks"
-            )
-        if math.isfinite(grad_norm):
-            return
-        total = sum(output.terms.values())
-        if output.experts is not None:
-            total = total + output.experts.loss
-        if not math.isfinite(output.loss) and math.isfinite(total):
-            raise ConfigError(
-                f"{type(self._step).__name__}.counts: expected the numbers of targets that loss_func returns, got "
-                "others; override both, or let counts return None"
-            )
-        check_weights()
-        problem = f"step {step}: {self._find_nonfinite(output.microbatch_losses, group)}"
-        if allowed_skips.limit == 0:
-            raise NonFiniteError(
-                f"{problem}; expected finite numbers. The weights are as before the step: look at that batch and the "
-                'learning rate, or leave such steps out with MegatronStrategy(on_nan="skip")'
-            )
-        if allowed_skips.in_a_row >= allowed_skips.limit:
-            raise NonFiniteError(
-                f"{problem}, after {allowed_skips.in_a_row} skipped steps in a row; expected at most "
-                f"max_skips_in_a_row={allowed_skips.limit}. The weights are as before these steps: look at their "
-                "batches and the learning rate"
-            )
-        rank_zero_warn(f"{problem}; the step is skipped")
-
-    def _find_nonfinite(self, losses: torch.Tensor, group: dist.ProcessGroup) -> str:
-        """Describe where a step became non-finite; every rank of ``group`` must call with its microbatches' losses."""
-        dp_rank = self._topology.dp_rank
-        mine = [(loss, number, dp_rank) for number, loss in enumerate(losses.tolist())]
-        of_ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine, group=group)
-        for rank, losses_of_rank in enumerate(of_ranks):
-            for loss, number, dp_rank in losses_of_rank:
-                if not math.isfinite(loss):
-                    place = f"rank {rank} (data-parallel rank {dp_rank})"
-                    return f"the loss of microbatch {number} on {place} is {loss}"
-        return "a gradient is NaN or infinite (the loss is not) on an unknown rank"
-
     def _set_engine_hooks(self, optimizer: MegatronOptimizer) -> None:
         """Set the functions in every chunk's config that Megatron's schedule calls around a step."""
         no_sync = [chunk.no_sync for chunk in self._chunks]
@@ -265,9 +187,8 @@ class Schedule:
             self._denominators = self._global_counts(batch, balance)
         microbatches = _split_rows(batch, num_microbatches)
         device = next(iter(batch.values())).device
-        reports = None if forward_only else self._replay(microbatches)
-        if reports is not None:
-            return self._reduce(reports, shape, device)
+        if not forward_only and self._can_replay(microbatches[0]):
+            return self._reduce(self._replay(microbatches), shape, device)
         reports = self._pipeline(microbatches, shape, forward_only)
         output = self._reduce(reports, shape, device)
         if balance is None:
@@ -285,7 +206,7 @@ class Schedule:
         microbatches: list[Batch],
         shape: StepShape,
         forward_only: bool,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Run the microbatches through Megatron's schedule and return their reports."""
         is_interleaved = self._topology.parallel.vpp is not None
         iterators = [iter(microbatches) for _ in self._chunks]
@@ -294,7 +215,7 @@ class Schedule:
                 stack.enter_context(quantized_weights(self._fp8_linears))
             if self._graphs is not None:
                 stack.enter_context(self._graphs.on_stream())
-            reports: list[torch.Tensor] = get_forward_backward_func()(
+            reports: list[Tensor] = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iterators if is_interleaved else iterators[0],
                 model=self._chunks if is_interleaved else self._chunks[0],
@@ -305,17 +226,22 @@ class Schedule:
             )
         return reports
 
-    def _replay(self, microbatches: list[Batch]) -> list[torch.Tensor] | None:
-        """Run the microbatches as CUDA graphs and return their reports; None if Megatron's schedule must run them."""
+    def _can_replay(self, microbatch: Batch) -> bool:
+        """Whether a batch's microbatches run as CUDA graphs, not through Megatron's schedule."""
+        if self._graphs is None or self._denominators is None:
+            return False
+        return self._graphs.is_ready(microbatch)
+
+    def _replay(self, microbatches: list[Batch]) -> list[Tensor]:
+        """Run the microbatches as CUDA graphs and return their reports."""
         graphs = self._graphs
-        if graphs is None or self._denominators is None or not graphs.is_ready(microbatches[0]):
-            return None
+        assert graphs is not None
         (chunk,) = self._chunks
         (config,) = self._configs
 
-        def body(microbatch: Batch) -> torch.Tensor:
+        def body(microbatch: Batch) -> Tensor:
             output, report = self._forward_step(iter([microbatch]), chunk)
-            values: torch.Tensor
+            values: Tensor
             loss, _, values = report(output)
             config.grad_scale_func(loss).backward()
             return values
@@ -324,9 +250,7 @@ class Schedule:
         self._finalize_gradients(self._chunks)
         return reports
 
-    def _global_counts(
-        self, batch: Batch, balance: LoadBalance | None
-    ) -> dict[str, torch.Tensor] | None:
+    def _global_counts(self, batch: Batch, balance: LoadBalance | None) -> dict[str, Tensor] | None:
         """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance.
 
         Returns:
@@ -358,7 +282,7 @@ class Schedule:
         buffer = self._denominator_buffers.setdefault(tuple(names), totals).copy_(totals)
         return dict(zip(names, buffer.unbind(), strict=True))
 
-    def _count_tokens(self, batch: Batch, like: torch.Tensor) -> torch.Tensor:
+    def _count_tokens(self, batch: Batch, like: Tensor) -> Tensor:
         """Tokens of the local batch without padding: [], fp32, on the device of ``like``."""
         mask = batch.get("attention_mask")
         if mask is not None:
@@ -374,7 +298,7 @@ class Schedule:
         progress.tick()
         output, loss_func = self._step.forward_step(iter([microbatch]), model)
 
-        def report(output: Output) -> tuple[torch.Tensor, int, torch.Tensor]:
+        def report(output: Output) -> tuple[Tensor, int, Tensor]:
             if self._observe is not None:
                 self._observe(microbatch, output)
             return self._scaled_loss(loss_func, output)
@@ -385,25 +309,25 @@ class Schedule:
         self,
         loss_func: LossFunc,
         output: Output,
-    ) -> tuple[torch.Tensor, int, torch.Tensor]:
+    ) -> tuple[Tensor, int, Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
         terms = loss_func(output)
-        ordered = [terms[name] for name in self._step.loss_terms]
         reports = []
-        for term in ordered:
-            pair = [term.sum.detach().float(), term.targets.float()]
-            reports.append(torch.stack(pair))
-        report = torch.stack(reports)
-        if self._denominators is None:
-            self._targets_seen += [each.targets.detach().float() for each in ordered]
-            losses = [each.sum for each in ordered]
-        else:
-            losses = [terms[name].sum / count for name, count in self._denominators.items()]
-        return torch.stack(losses).sum(), 0, report
+        losses = []
+        for name in self._step.loss_terms:
+            loss, targets = terms[name]
+            targets = targets.detach().float()
+            reports.append(torch.stack((loss.detach().float(), targets)))
+            if self._denominators is None:
+                self._targets_seen.append(targets)
+            else:
+                loss = loss / self._denominators[name]
+            losses.append(loss)
+        return torch.stack(losses).sum(), 0, torch.stack(reports)
 
     def _reduce(
         self,
-        reports: list[torch.Tensor],
+        reports: list[Tensor],
         shape: StepShape,
         device: torch.device,
     ) -> StepOutput:
@@ -438,7 +362,7 @@ class Schedule:
     def _finalize_gradients(
         self,
         chunks: list[Any],
-        num_tokens: torch.Tensor | None = None,
+        num_tokens: Tensor | None = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
@@ -457,7 +381,8 @@ class Schedule:
         if self._targets_seen:
             count = torch.stack(self._targets_seen).sum()
         else:
-            count = torch.zeros((), device=next(chunks[0].parameters()).device)
+            weight = next(chunks[0].parameters())
+            count = torch.zeros((), device=weight.device)
         if topology.parallel.pp > 1:
             dist.broadcast(count, topology.last_stage, group=topology.pp_group)
         dist.all_reduce(count, group=topology.dp_group)

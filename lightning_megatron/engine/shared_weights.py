@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError
 
@@ -51,14 +52,15 @@ def freeze_shared_weights(chunks: Sequence[Any], group: dist.ProcessGroup) -> No
     for model in models:
         if hasattr(model, "shared_weights"):
             shared = model.shared_weights().weights
-            copies += [(name, weight) for name, weight in shared.items() if weight is not None]
+            for name, weight in shared.items():
+                if weight is not None:
+                    copies.append((name, weight))
         is_tied = getattr(model, "share_embeddings_and_output_weights", False)
         if is_tied and (model.pre_process or model.post_process):
             copies.append(("word embeddings", model.shared_embedding_or_output_weight()))
     is_trained = any(weight.requires_grad for model in models for weight in model.parameters())
-    of_ranks: list[tuple[bool, set[str]]] = [(False, set())] * dist.get_world_size(group)
     frozen = {name for name, weight in copies if not weight.requires_grad}
-    dist.all_gather_object(of_ranks, (is_trained, frozen), group=group)
+    of_ranks = gather_objects((is_trained, frozen), group)
     if not any(trained for trained, _ in of_ranks):
         raise ConfigError(
             "every weight is frozen, and fit needs some to train; unfreeze some in configure_model"

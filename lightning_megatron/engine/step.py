@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from lightning_megatron.engine.ops.router import LoadReport
 
@@ -24,7 +24,7 @@ class StepShape:
     """Data-parallel ranks."""
     lengths: tuple[int, ...] = ()
     """Tokens per row of each sequence if there are several (T5's encoder and decoder), otherwise empty."""
-    expert_counts: torch.Tensor | None = field(default=None, compare=False)
+    expert_counts: Tensor | None = field(default=None, compare=False)
     """[layers, experts], fp32, the same on every rank: tokens routed to each expert in a training step."""
 
     @property
@@ -42,20 +42,20 @@ class StepShape:
 class StepOutput:
     """The losses of one step; the same values on every rank, on the device (reading one waits for the GPU)."""
 
-    loss: torch.Tensor
+    loss: Tensor
     """[], fp32: the sum of the terms."""
-    terms: Mapping[str, torch.Tensor]
+    terms: Mapping[str, Tensor]
     """[], fp32 each: the mean of each term over the targets of the global batch."""
-    num_targets: Mapping[str, torch.Tensor]
+    num_targets: Mapping[str, Tensor]
     """[], fp32 each: the number of these targets."""
     shape: StepShape
-    microbatch_losses: torch.Tensor
+    microbatch_losses: Tensor
     """[num_microbatches], fp32: summed losses of each microbatch of this rank; empty before the last stage."""
     experts: LoadReport | None = None
     """Load of a training step's experts, whose auxiliary loss is part of ``loss`` but not a term; None otherwise."""
 
     @property
-    def expert_metrics(self) -> dict[str, torch.Tensor]:
+    def expert_metrics(self) -> dict[str, Tensor]:
         """Metrics of experts to log, [] each, on the device; empty without experts."""
         if self.experts is None:
             return {}

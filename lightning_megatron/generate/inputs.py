@@ -45,37 +45,39 @@ def inputs_from_batch(
     Raises:
         DataError: If there are no tokens.
     """
-    names = _MEGATRON_NAMES[model.architecture]
-    read = _INPUT_NAMES[model.architecture]
+    is_t5 = model.architecture == "t5"
+    names = dict(_MEGATRON_NAMES[model.architecture])
+    read = list(_INPUT_NAMES[model.architecture])
     if for_generation:
-        names = names if model.architecture == "t5" else {}
-        read = tuple(
-            x
-            for x in read
-            if x != "position_ids" and ("labels" not in batch or not x.startswith("decoder"))
-        )
-    names = {**names, **{name: name for name in read}}
-    inputs = {name: batch[key] for key, name in names.items() if key in batch and name in read}
+        if not is_t5:
+            names = {}
+            read.remove("position_ids")
+        elif "labels" in batch:
+            read = ["input_ids", "attention_mask"]
+    names.update(zip(read, read, strict=True))
+    inputs: Batch = {}
+    for key, name in names.items():
+        if key in batch and name in read:
+            inputs[name] = batch[key]
+    given = ", ".join(sorted(batch))
     if "input_ids" not in inputs:
+        expected = "'input_ids' (or 'text_enc')" if is_t5 else "'input_ids'"
         purpose = "prompts" if for_generation else "logits"
-        or_megatron = " (or 'text_enc')" if model.architecture == "t5" else ""
-        raise DataError(
-            f"batch: expected 'input_ids'{or_megatron} for {purpose}, got {', '.join(sorted(batch))}"
-        )
+        raise DataError(f"batch: expected {expected} for {purpose}, got {given}")
     if not for_generation and model.architecture == "gpt" and "text" in batch:
-        inputs["input_ids"] = batch["text"][:, :-1].clamp(min=0)
-    if model.architecture == "t5":
+        text = batch["text"][:, :-1]
+        inputs["input_ids"] = text.clamp(min=0)
+    if is_t5:
         if not for_generation and "decoder_input_ids" not in inputs:
             if "labels" not in batch:
-                raise DataError(
-                    f"batch: expected 'decoder_input_ids' or 'labels', got {', '.join(sorted(batch))}"
-                )
+                raise DataError(f"batch: expected 'decoder_input_ids' or 'labels', got {given}")
             inputs["decoder_input_ids"] = t5.shift_right(batch["labels"].long(), model)
-        inputs = {
-            name: t5.visible_keys(x) if name.endswith("mask") else x for name, x in inputs.items()
-        }
+        for name, tensor in inputs.items():
+            if name.endswith("mask"):
+                inputs[name] = t5.visible_keys(tensor)
     if "sample_mask" in batch:
-        inputs = {name: tensor[batch["sample_mask"] != 0] for name, tensor in inputs.items()}
+        is_row = batch["sample_mask"] != 0
+        inputs = {name: tensor[is_row] for name, tensor in inputs.items()}
     return inputs
 
 
@@ -85,18 +87,12 @@ def check_rows(inputs: Batch, model: ModelConfig) -> None:
     Raises:
         ConfigError: With the name, the value, the rule and the fix.
     """
-    for name, (tokens, _) in read_rows(
-        inputs,
-        model,
-        for_generation=False,
-    ).items():
-        check_tokens(name, tokens, model)  # padding is embedded, too
-    check_token_inputs(
-        inputs,
-        len(inputs["input_ids"]),
-        inputs["input_ids"].shape[1],
-        model,
-    )
+    rows = read_rows(inputs, model, for_generation=False)
+    for name, (tokens, _) in rows.items():
+        # Padding is embedded, too.
+        check_tokens(name, tokens, model)
+    count, length = inputs["input_ids"].shape
+    check_token_inputs(inputs, count, length, model)
 
 
 def read_rows(
@@ -133,14 +129,16 @@ def read_rows(
                 f"{name}: expected a tensor of integers, [prompts, tokens], got {_describe(tokens)}"
             )
         mask: Any = inputs.get(mask_name)
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != tokens.shape):
-            raise ConfigError(
-                f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_describe(mask)}"
-            )
-        if mask is not None and not has_segments and not bool(((mask == 0) | (mask == 1)).all()):
-            raise ConfigError(
-                f"{mask_name}: expected 1 for tokens and 0 for padding, got other values"
-            )
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+                raise ConfigError(
+                    f"{mask_name}: expected the shape {list(tokens.shape)} of {name}, got {_describe(mask)}"
+                )
+            is_valid = (mask == 0) | (mask == 1)
+            if not has_segments and not bool(is_valid.all()):
+                raise ConfigError(
+                    f"{mask_name}: expected 1 for tokens and 0 for padding, got other values"
+                )
         rows[name] = (tokens, mask)
     if "decoder_input_ids" in rows:
         expected = len(inputs["input_ids"])
@@ -153,8 +151,6 @@ def read_rows(
 
 
 def _describe(value: object) -> str:
-    return (
-        f"{value.dtype} {list(value.shape)}"
-        if isinstance(value, Tensor)
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,23 +16,22 @@ _PYTHON_ONLY: Any = {"flag": ""}
 """Metadata of fields without a flag of the command ``generate``."""
 
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("max_new_tokens", "num_beams", "num_return_sequences"), (1, LARGEST_COUNT)),
+    "max_new_tokens": (1, LARGEST_COUNT),
+    "num_beams": (1, LARGEST_COUNT),
+    "num_return_sequences": (1, LARGEST_COUNT),
     "max_length": (2, LARGEST_COUNT),
-    **dict.fromkeys(
-        ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size"), (0, LARGEST_COUNT)
-    ),
+    "min_new_tokens": (0, LARGEST_COUNT),
+    "min_length": (0, LARGEST_COUNT),
+    "top_k": (0, LARGEST_COUNT),
+    "no_repeat_ngram_size": (0, LARGEST_COUNT),
     "seed": (-(2**63), LARGEST_SEED),
-    **dict.fromkeys(
-        (
-            "top_p",
-            "top_p_decay",
-            "top_p_bound",
-            "min_p",
-        ),
-        (0, 1),
-    ),
+    "top_p": (0, 1),
+    "top_p_decay": (0, 1),
+    "top_p_bound": (0, 1),
+    "min_p": (0, 1),
     # Dividing logits by less may overflow float32, and sampling from NaN would return the last token.
-    **{"temperature": (1e-30, 100), "repetition_penalty": (1e-30, 1e30)},
+    "temperature": (1e-30, 100),
+    "repetition_penalty": (1e-30, 1e30),
     # Scores of sequences of 4096 tokens, divided by 4096 to this power, still fit into float32.
     "length_penalty": (-10, 10),
 }
@@ -123,32 +122,24 @@ class GenerationOptions:
                     "temperature=0 must be more than 0; leave it out for the most likely tokens (greedy)"
                 )
             if value is not None and not low <= value <= high:
-                bounds = (
-                    f"from {low} to {high}"
-                    if isinstance(high, int)
-                    else f"from {low:g} to {high:g}"
-                )
+                bounds = f"from {low} to {high}"
+                if not isinstance(high, int):
+                    bounds = f"from {low:g} to {high:g}"
                 raise ConfigError(f"{name}={value!r} must be a number {bounds}; correct {name}")
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(
                 f"early_stopping={self.early_stopping!r} must be True, False or 'never'"
             )
         runs = self.stop_sequences
-        are_runs = isinstance(runs, Sequence) and all(
-            isinstance(run, Sequence) and len(run) > 0 for run in runs
-        )
-        if not are_runs or not all(
-            isinstance(token, int) for run in (self.eos_token_ids, *runs) for token in run
-        ):
+        are_runs = _are_all(runs, Sequence) and all(run and _are_all(run, int) for run in runs)
+        if not are_runs or not _are_all(self.eos_token_ids, int):
             raise ConfigError(
                 f"eos_token_id={self.eos_token_id!r}, stop_sequences={runs!r}: expected integers, and tuples of them"
             )
-        are_strings = isinstance(self.stop_strings, Sequence)
-        if not are_strings or not all(
-            isinstance(string, str) and string for string in self.stop_texts
-        ):
+        strings = self.stop_strings
+        if not _are_all(strings, str) or "" in self.stop_texts:
             raise ConfigError(
-                f"stop_strings={self.stop_strings!r}: expected a non-empty string or a tuple of them"
+                f"stop_strings={strings!r}: expected a non-empty string or a tuple of them"
             )
         for applies, message in self._contradictions():
             if applies:
@@ -156,52 +147,50 @@ class GenerationOptions:
 
     def _contradictions(self) -> list[tuple[bool, str]]:
         """Combinations of options that exclude each other: whether each is present, and its error message."""
-        o = self
         sampling = self._sampling or "do_sample=True"
         is_search = self.num_beams > 1
-        max_new = o.max_new_tokens
-        max_length = o.max_length
-        min_new = o.min_new_tokens
-        min_length = o.min_length
         twice = "both limit the length, without and with the prompt; give one of them"
         greedy = f"do_sample=False takes the most likely token, but {sampling} is for sampling; leave it out, or set "
-        search = f"num_beams={o.num_beams} is for beam search, but {sampling} is for sampling; use one of the two"
+        search = f"num_beams={self.num_beams} is for beam search, but {sampling} is for sampling; use one of the two"
         beams = "is for beam search; set num_beams"
-        several = f"num_return_sequences={o.num_return_sequences}"
+        several = f"num_return_sequences={self.num_return_sequences}"
         return [
             (
-                None not in (max_new, max_length),
-                f"max_new_tokens={max_new} and max_length={max_length} {twice}",
+                None not in (self.max_new_tokens, self.max_length),
+                f"{self._given(('max_new_tokens', 'max_length'))} {twice}",
             ),
             (
-                min_new > 0 and min_length > 0,
-                f"min_new_tokens={min_new} and min_length={min_length} {twice}",
+                self.min_new_tokens > 0 and self.min_length > 0,
+                f"{self._given(('min_new_tokens', 'min_length'))} {twice}",
             ),
             (
-                o.top_p_decay > 0 and o.top_p == 0,
-                f"top_p_decay={o.top_p_decay} has no top_p to shrink; give top_p",
+                self.top_p_decay > 0 and self.top_p == 0,
+                f"top_p_decay={self.top_p_decay} has no top_p to shrink; give top_p",
             ),
             (
-                o.top_p_bound > 0 == o.top_p_decay,
-                f"top_p_bound={o.top_p_bound} bounds no decay; give top_p_decay",
+                self.top_p_bound > 0 == self.top_p_decay,
+                f"top_p_bound={self.top_p_bound} bounds no decay; give top_p_decay",
             ),
             (
-                o.top_p_bound > o.top_p,
-                f"top_p_bound={o.top_p_bound} is above top_p={o.top_p}; lower it",
+                self.top_p_bound > self.top_p,
+                f"top_p_bound={self.top_p_bound} is above top_p={self.top_p}; lower it",
             ),
-            (o.do_sample is False and bool(self._sampling), f"{greedy}do_sample=True"),
-            (is_search and o.samples, search),
+            (self.do_sample is False and bool(self._sampling), f"{greedy}do_sample=True"),
+            (is_search and self.samples, search),
             (
-                is_search and o.num_return_sequences > o.num_beams,
-                f"{several} exceeds num_beams={o.num_beams}",
-            ),
-            (not is_search and o.length_penalty != 1, f"length_penalty={o.length_penalty} {beams}"),
-            (
-                not is_search and bool(o.early_stopping),
-                f"early_stopping={o.early_stopping} {beams}",
+                is_search and self.num_return_sequences > self.num_beams,
+                f"{several} exceeds num_beams={self.num_beams}",
             ),
             (
-                not is_search and o.num_return_sequences > 1 and not o.samples,
+                not is_search and self.length_penalty != 1,
+                f"length_penalty={self.length_penalty} {beams}",
+            ),
+            (
+                not is_search and bool(self.early_stopping),
+                f"early_stopping={self.early_stopping} {beams}",
+            ),
+            (
+                not is_search and self.num_return_sequences > 1 and not self.samples,
                 f"{several} would return the same sequence each time; set do_sample=True, or num_beams",
             ),
         ]
@@ -217,18 +206,25 @@ class GenerationOptions:
         }
         if self.do_sample is False:
             unset["top_p"] = (0.0, 1.0)
-        return " and ".join(
-            f"{name}={getattr(self, name)}"
-            for name in unset
-            if getattr(self, name) not in unset[name]
-        )
+        return self._given(name for name in unset if getattr(self, name) not in unset[name])
+
+    def _given(self, names: Iterable[str]) -> str:
+        """Options and their values, for error messages."""
+        return " and ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @property
     def samples(self) -> bool:
         """Whether tokens are sampled."""
-        return bool(self._sampling) if self.do_sample is None else self.do_sample
+        if self.do_sample is None:
+            return bool(self._sampling)
+        return self.do_sample
 
-    def new_token_limits(self, width: int, longest: int, limit: int | None) -> tuple[int, int]:
+    def new_token_limits(
+        self,
+        width: int,
+        longest: int,
+        limit: int | None,
+    ) -> tuple[int, int]:
         """Minimum and maximum number of new tokens per row.
 
         Args:
@@ -240,8 +236,14 @@ class GenerationOptions:
             ConfigError: If no room is left for new tokens, the minimum exceeds the maximum, or a row would outgrow the
                 position embeddings.
         """
-        name = "max_new_tokens" if self.max_length is None else "max_length"
-        room = None if limit is None else limit + 1 - longest  # the last new token is not fed back
+        name = "max_new_tokens"
+        # Columns that the option counts besides new tokens.
+        counted = 0
+        if self.max_length is not None:
+            name = "max_length"
+            counted = width
+        # The last new token is not fed back.
+        room = None if limit is None else limit + 1 - longest
         maximum = self.max_new_tokens or DEFAULT_NEW_TOKENS
         if self.max_length is not None:
             maximum = self.max_length - width
@@ -250,36 +252,52 @@ class GenerationOptions:
         minimum = max(self.min_new_tokens, self.min_length - width)
         if not max(minimum, 1) <= maximum:
             names = ("min_new_tokens", "min_length", "max_new_tokens", "max_length")
-            given = " and ".join(
-                f"{option}={getattr(self, option)}" for option in names if getattr(self, option)
-            )
+            given = self._given(option for option in names if getattr(self, option))
             raise ConfigError(
                 f"{given or 'the default of max_new_tokens'} leaves rows of {width} (padding included) at least"
                 f" {max(minimum, 1)} and at most {maximum} new tokens; give a larger {name}"
             )
         if room is not None and maximum > room:
-            fix = f"use {name} of at most {room if self.max_length is None else width + room}"
+            fix = f"use {name} of at most {counted + room}"
+            if room <= 0:
+                fix = f"cut the prompts to {limit} tokens"
             raise ConfigError(
-                f"a prompt of {longest} tokens and {name}={getattr(self, name) or maximum} need more positions than the"
-                f" model's max_position_embeddings={limit}; {fix if room > 0 else f'cut the prompts to {limit} tokens'}"
+                f"a prompt of {longest} tokens and {name}={counted + maximum} need more positions than the"
+                f" model's max_position_embeddings={limit}; {fix}"
             )
         return max(minimum, 0), maximum
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
-        return (
-            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
-        )
+        if isinstance(self.stop_strings, str):
+            return (self.stop_strings,)
+        return tuple(self.stop_strings)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence tokens as a tuple."""
-        eos = self.eos_token_id
-        return () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
+        return as_tuple(self.eos_token_id)
 
 
-def options_from(arguments: Mapping[str, Any], on_tokens: object = None) -> GenerationOptions:
+def _are_all(values: object, kind: type) -> bool:
+    """Whether ``values`` is a sequence of instances of ``kind``."""
+    return isinstance(values, Sequence) and all(isinstance(value, kind) for value in values)
+
+
+def as_tuple(tokens: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Tokens that are given as one, several or none."""
+    if tokens is None:
+        return ()
+    if isinstance(tokens, Sequence):
+        return tuple(tokens)
+    return (tokens,)
+
+
+def options_from(
+    arguments: Mapping[str, Any],
+    on_tokens: object = None,
+) -> GenerationOptions:
     """Build options from keyword arguments; None means not given, as in Hugging Face's ``generate``.
 
     Args:
@@ -290,9 +308,8 @@ def options_from(arguments: Mapping[str, Any], on_tokens: object = None) -> Gene
         ConfigError: If ``GenerationOptions`` refuses a name or a value, or ``on_tokens`` is not callable or is combined
             with beam search.
     """
-    options = GenerationOptions(
-        **{name: value for name, value in arguments.items() if value is not None}
-    )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    options = GenerationOptions(**given)
     if on_tokens is not None and not callable(on_tokens):
         raise ConfigError(f"on_tokens must be callable, got {on_tokens!r}")
     if on_tokens is not None and options.num_beams > 1:

@@ -11,17 +11,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.inputs import read_rows
+from lightning_megatron.generate.layout import ModelInputs, left_padded, prepend_token
 from lightning_megatron.generate.options import GenerationOptions, options_from
-from lightning_megatron.generate.pipeline import ModelInputs
+from lightning_megatron.generate.special_tokens import SpecialTokens
+from lightning_megatron.generate.stop_strings import stop_strings
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps.base import Batch
 
 if TYPE_CHECKING:
     from transformers import StopStringCriteria
-from lightning_megatron.generate.inputs import read_rows
-from lightning_megatron.generate.layout import left_padded, prepend_token
-from lightning_megatron.generate.special_tokens import SpecialTokens
-from lightning_megatron.generate.stop_strings import stop_strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +76,26 @@ def build_request(
     """
     options = options_from(arguments, on_tokens)
     special = special or SpecialTokens()
-    eos = special.eos if options.eos_token_id is None else options.eos_token_ids
-    pad = special.pad if options.pad_token_id is None else options.pad_token_id
+    eos = special.eos
+    if options.eos_token_id is not None:
+        eos = options.eos_token_ids
+    pad = special.pad
+    if options.pad_token_id is not None:
+        pad = options.pad_token_id
+    ids = batch["input_ids"]
     if (
         "attention_mask" not in batch
-        and isinstance(batch["input_ids"], Tensor)
+        and isinstance(ids, Tensor)
         and pad is not None
         and pad not in eos
     ):
-        batch = {**batch, "attention_mask": batch["input_ids"].ne(pad).long()}
-    for name, (tokens, mask) in read_rows(
-        batch,
-        model,
-        for_generation=True,
-    ).items():
+        batch = {**batch, "attention_mask": ids.ne(pad).long()}
+    rows = read_rows(batch, model, for_generation=True)
+    for name, (tokens, mask) in rows.items():
         if mask is not None:
-            if empty := (mask.sum(-1) == 0).nonzero().flatten().tolist():
+            is_empty = mask.sum(-1) == 0
+            if bool(is_empty.any()):
+                empty = is_empty.nonzero().flatten().tolist()
                 raise ConfigError(
                     f"the prompts {empty} are empty ({name} have padding only); give each a token"
                 )
@@ -100,20 +103,19 @@ def build_request(
         _check_in_vocabulary(name, tokens, model)
     for sequence in ((options.bos_token_id or 0,), *options.stop_sequences):
         _check_in_vocabulary("bos_token_id or stop_sequences", torch.tensor(sequence), model)
-    criterion = (
-        stop_strings(options.stop_texts, options.tokenizer, model.vocab_size)
-        if options.stop_texts
-        else None
-    )
-    start = model.decoder_start_token_id if special.start is None else special.start
+    criterion = None
+    if options.stop_texts:
+        criterion = stop_strings(options.stop_texts, options.tokenizer, model.vocab_size)
+    start = special.start
+    if start is None:
+        start = model.decoder_start_token_id
     prefix, prompts = _prefix_and_prompts(batch, options.bos_token_id, start, model)
-    limit = model.max_position_embeddings if model.has_position_table else None
-    min_new, max_new = options.new_token_limits(
-        prefix.shape[1],
-        prompts.longest,
-        limit,
-    )
+    limit = None
+    if model.has_position_table:
+        limit = model.max_position_embeddings
+    min_new, max_new = options.new_token_limits(prefix.shape[1], prompts.longest, limit)
     _warn_beyond_trained_positions(prompts.longest, max_new, model)
+    padding = [token for token in (pad, *eos) if token is not None]
     return Request(
         prefix=prefix,
         prompts=prompts,
@@ -121,7 +123,7 @@ def build_request(
         min_new_tokens=min_new,
         max_new_tokens=max_new,
         eos_token_ids=eos,
-        pad_token_id=next((token for token in (pad, *eos) if token is not None), 0),
+        pad_token_id=padding[0] if padding else 0,
         vocab_size=model.vocab_size,
         stop_strings=criterion,
         samples=options.samples,
@@ -151,16 +153,17 @@ def _prefix_and_prompts(
     prefix = inputs.get("decoder_input_ids", start_column).long()
     if bool((prefix[:, 0] != start).all()):
         prefix = torch.cat((start_column, prefix), dim=-1)
-        mask = None if mask is None else torch.cat((torch.ones_like(mask[:, :1]), mask), dim=-1)
+        if mask is not None:
+            is_token = torch.ones_like(mask[:, :1])
+            mask = torch.cat((is_token, mask), dim=-1)
     # Padding of the source need not be in the vocabulary either.
     source = inputs["input_ids"].long()
+    prompts = left_padded(prefix, mask)
     source_mask = inputs.get("attention_mask")
     if source_mask is None or bool(source_mask.all()):
-        return prefix, replace(left_padded(prefix, mask), source=source)
+        return prefix, replace(prompts, source=source)
     source_mask = source_mask.long()
-    return prefix, replace(
-        left_padded(prefix, mask), source=source * source_mask, source_mask=source_mask
-    )
+    return prefix, replace(prompts, source=source * source_mask, source_mask=source_mask)
 
 
 def _warn_beyond_trained_positions(longest: int, max_new: int, model: ModelConfig) -> None:
@@ -176,8 +179,8 @@ def _warn_beyond_trained_positions(longest: int, max_new: int, model: ModelConfi
 
 
 def _check_in_vocabulary(name: str, tokens: Tensor, model: ModelConfig) -> None:
-    wrong = tokens[(tokens < 0) | (tokens >= model.vocab_size)].tolist()
-    if wrong:
+    is_wrong = (tokens < 0) | (tokens >= model.vocab_size)
+    if bool(is_wrong.any()):
         raise ConfigError(
-            f"{name}: expected tokens of the vocabulary, 0 to {model.vocab_size - 1}, got {wrong[0]}"
+            f"{name}: expected tokens of the vocabulary, 0 to {model.vocab_size - 1}, got {tokens[is_wrong][0]}"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
+from lightning_megatron.generate.options import as_tuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +33,21 @@ def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     Raises:
         ConfigError: If a ``generation_config.json`` is not a JSON object.
     """
-    file = Path(model) / GENERATION_CONFIG_FILE if isinstance(model, (str, Path)) else None
+    file: Path | None = None
+    if isinstance(model, (str, Path)):
+        file = Path(model) / GENERATION_CONFIG_FILE
     start: int | None = None
     if file is not None and file.is_file():
         fields = read_json(file)
         # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
         start = fields.get("decoder_start_token_id")
-        start = fields.get("bos_token_id") if start is None else start
+        if start is None:
+            start = fields.get("bos_token_id")
     else:
-        fields = {
-            name: getattr(config_object(model), name, None)
-            for name in ("eos_token_id", "pad_token_id")
-        }
-    eos = fields.get("eos_token_id")
-    eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return SpecialTokens(eos=eos_token_ids, pad=fields.get("pad_token_id"), start=start)
+        config = config_object(model)
+        fields = {name: getattr(config, name, None) for name in ("eos_token_id", "pad_token_id")}
+    return SpecialTokens(
+        eos=as_tuple(fields.get("eos_token_id")),
+        pad=fields.get("pad_token_id"),
+        start=start,
+    )

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 @functools.lru_cache(maxsize=8)
-def _stop_criterion(strings: tuple[str, ...], tokenizer: Any, size: int) -> StopStringCriteria:
+def _stop_criterion(
+    strings: tuple[str, ...],
+    tokenizer: Any,
+    size: int,
+) -> StopStringCriteria:
     """Stop criterion, which takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
     from transformers import StopStringCriteria
 
@@ -27,7 +31,11 @@ def _stop_criterion(strings: tuple[str, ...], tokenizer: Any, size: int) -> Stop
         ) from error
 
 
-def stop_strings(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> StopStringCriteria:
+def stop_strings(
+    strings: Sequence[str],
+    tokenizer: Any,
+    vocab_size: int,
+) -> StopStringCriteria:
     """Stop criterion that finds rows whose last token completes one of the strings, however they are tokenized.
 
     It works with tensors alone and does not synchronize host and device. It reads the last ``maximum_token_len`` tokens

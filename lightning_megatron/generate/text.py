@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_megatron.data.tokenizer_files import panics_as_errors
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.generate.layout import token_mask
 
 
 def encode_prompts(
@@ -32,22 +33,26 @@ def encode_prompts(
         raise ConfigError(
             "add_bos: expected a tokenizer with a bos_token, got one without; leave it out"
         )
-    with panics_as_errors(getattr(tokenizer, "name_or_path", "tokenizer")):
-        rows: list[list[int]] = [tokenizer.encode(text) for text in texts]
-    if add_bos:
-        rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
-    for text, row in zip(texts, rows, strict=True):
+    rows: list[Tensor] = []
+    for text in texts:
+        with panics_as_errors(getattr(tokenizer, "name_or_path", "tokenizer")):
+            row: list[int] = tokenizer.encode(text)
+        if add_bos and row[:1] != [bos]:
+            row = [bos, *row]
         if not row:
             raise ConfigError(
                 f"the prompt {text!r} has no token to continue; give it text, or --add-bos"
             )
+        rows.append(torch.tensor(row))
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    return padded([torch.tensor(row) for row in rows]), padded(
-        [torch.ones(len(row), dtype=torch.long) for row in rows]
-    )
+    return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
-def decode_completion(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
+def decode_completion(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    new: Sequence[int],
+) -> str:
     """Text of the tokens ``new`` after ``prompt``; decoded alone they could lose the space before the first word."""
     prompt_text = tokenizer.decode(list(prompt), skip_special_tokens=True)
     text: str = tokenizer.decode([*prompt, *new], skip_special_tokens=True)
@@ -71,15 +76,15 @@ def decode_completions(
         attention_mask: [b, s]; None for no padding.
         is_t5: Whether the sequences are those of a T5's decoder: [b * n, 1 + new], without the prompts.
     """
+    texts: list[str]
     if is_t5:
-        texts: list[str] = tokenizer.batch_decode(sequences[:, 1:], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(sequences[:, 1:], skip_special_tokens=True)
         return texts
     copies = len(sequences) // len(input_ids)
     width = input_ids.shape[1]
-    masks = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool().cpu()
-    return [
-        decode_completion(
-            tokenizer, row[:width][masks[index // copies]].tolist(), row[width:].tolist()
-        )
-        for index, row in enumerate(sequences.cpu())
-    ]
+    masks = token_mask(input_ids, attention_mask).bool().cpu()
+    texts = []
+    for index, row in enumerate(sequences.cpu()):
+        prompt = row[:width][masks[index // copies]]
+        texts.append(decode_completion(tokenizer, prompt.tolist(), row[width:].tolist()))
+    return texts

@@ -228,7 +228,7 @@ class Classifier(MegatronModule):
             config,
             on_sequence_shard=per_token,
         )
-        # By this name, so that inference turns it off with the layers' own (generate/pipeline.py).
+        # By this name, so that inference turns it off with the layers' own (generate/inference_mode.py).
         self.sequence_parallel: bool = config.sequence_parallel and per_token
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def shuffled_loader(dp: int) -> Any:
 
 
 def make_module(run: Run, module_class: Any = None) -> Any:
-    from lightning_megatron.engine.optimizer import OptimizerOptions
+    from lightning_megatron.engine.optimizer_options import OptimizerOptions
     from lightning_megatron.module import MegatronModule
 
     options = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.generate.pipeline import Work
+from lightning_megatron.generate.cuda_graphs import Work
 
 _SYNCHRONIZES = (
     "aten::_local_scalar_dense",

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
+from lightning_megatron.generate.logits_processors import logits_processors
 from lightning_megatron.generate.request import build_request
+from lightning_megatron.generate.sampler import sample_tokens, uniform_numbers
 from tests.generate.models import (
     ENCODER_DECODERS,
     NO_END,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.pipeline import uses_static_cache
+from lightning_megatron.generate.static_steps import uses_static_cache
 from tests.generate.models import (
     MODELS,
     NO_END,
@@ -165,7 +165,7 @@ def test_uncapturable_step_is_refused_and_runs_without_graphs() -> None:
 
 def _record(directory: str, case: Case, calls: list[Call], window: int) -> Any:
     """Sequences, and the counts of each recorder."""
-    from lightning_megatron.generate import pipeline
+    from lightning_megatron.generate import cuda_graphs, static_steps
 
     recorders: list[TapeRecorder] = []
 
@@ -173,15 +173,16 @@ def _record(directory: str, case: Case, calls: list[Call], window: int) -> Any:
         recorders.append(TapeRecorder())
         return recorders[-1]
 
-    pipeline.MIN_WINDOW, pipeline.graph_recorder = window, graph_recorder  # type: ignore[assignment]
+    static_steps.MIN_WINDOW = window
+    cuda_graphs.graph_recorder = graph_recorder  # type: ignore[assignment]
     return generate_on_ranks(directory, case, calls), [recorder.counts for recorder in recorders]
 
 
 def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list[Any]:
     """Sequences of growing caches, of static ones without graphs and with; memory after each call with graphs."""
-    from lightning_megatron.generate import pipeline
+    from lightning_megatron.generate import cuda_graphs
 
-    graph_recorder = pipeline.graph_recorder
+    graph_recorder = cuda_graphs.graph_recorder
     modules = {
         name: set_up(directory, case, name) for name in dict.fromkeys(call.model for call in calls)
     }
@@ -189,9 +190,9 @@ def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list
     for call in calls:
         generate = _generator(modules[call.model], call)
         growing = generate(False)
-        pipeline.graph_recorder = lambda device: None
+        cuda_graphs.graph_recorder = lambda device: None
         kernels = generate(True)
-        pipeline.graph_recorder = graph_recorder
+        cuda_graphs.graph_recorder = graph_recorder
         memory = []
         for _ in range(3):  # the first call allocates compiled kernels and library workspaces
             graphs = generate(True)

@@ -278,7 +278,7 @@ def module_of(case: Case, module_class: type | None = None, **options: Any) -> A
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import MegatronModule
-    from lightning_megatron.engine.optimizer import OptimizerOptions
+    from lightning_megatron.engine.optimizer_options import OptimizerOptions
 
     seed_everything(SEED, verbose=False)
     return (module_class or MegatronModule)(

@@ -38,7 +38,7 @@ class Kind(enum.StrEnum):
 
 def _module(**changes: Any) -> Any:
     from lightning_megatron import GenerationOptions, LRSchedule, MegatronModule, OptimizerOptions
-    from lightning_megatron.engine.optimizer import GroupMultipliers
+    from lightning_megatron.engine.optimizer_options import GroupMultipliers
 
     arguments: dict[str, Any] = {
         "model": MODELS["gpt2"],

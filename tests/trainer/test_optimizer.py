@@ -32,7 +32,7 @@ WEIGHT_DECAY = 0.3
 
 
 def _train_with_multipliers(case: Case) -> Outcome:
-    from lightning_megatron.engine.optimizer import GroupMultipliers
+    from lightning_megatron.engine.optimizer_options import GroupMultipliers
 
     multipliers = {
         "*position_embeddings*": GroupMultipliers(lr_mult=0.0),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.generate.decode import logits_processors, sample_tokens, uniform_numbers
+from lightning_megatron.generate.logits_processors import logits_processors
 from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.request import build_request
+from lightning_megatron.generate.sampler import sample_tokens, uniform_numbers
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
 from lightning_megatron.generate.stop_strings import stop_strings
 from tests.generate.models import model_of

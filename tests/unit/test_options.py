@@ -7,7 +7,7 @@ import pytest
 
 import lightning_megatron
 from lightning_megatron import ConfigError, GPTTrainStep, IndexedDataModule, MegatronModule
-from lightning_megatron.engine.optimizer import GroupMultipliers
+from lightning_megatron.engine.optimizer_options import GroupMultipliers
 
 _GPT2 = {
     "model_type": "gpt2",

@@ -109,7 +109,8 @@ class FusedAdam(MasterOptimizer):
             parameters, gradients, states = self._kernel_inputs(group)
             if not parameters:
                 continue
-            if parameters[0].is_cuda and parameters[0].dtype == gradients[0].dtype == torch.float32:
+            dtypes = (parameters[0].dtype, gradients[0].dtype)
+            if parameters[0].is_cuda and dtypes == (torch.float32, torch.float32):
                 self._step_triton(group, parameters, gradients, states)
                 continue
             # The kernel reads one step tensor per parameter and writes none, so all can be the same.
@@ -157,11 +158,11 @@ class FusedAdam(MasterOptimizer):
             sizes = [parameter.numel() for parameter in parameters]
             table = adam_table(key, sizes, parameters[0].device)
             self._tables[id(group)] = (key, table)
-        low_dtype = next((low.dtype for low in lows if low is not None), None)
+        low_dtypes = [low.dtype for low in lows if low is not None]
         self.has_copied = self.model_params is not None
         adam_step(
             table,
-            low_dtype,
+            low_dtypes[0] if low_dtypes else None,
             group,
             self.grad_scale,
             self.found_inf,

@@ -17,4 +17,6 @@ def _compiled(function: Any) -> Any:
 
 def compiled_for(logits: Tensor, function: Any) -> Any:
     """``function``, compiled if ``logits`` are on a GPU."""
-    return _compiled(function) if logits.is_cuda else function
+    if logits.is_cuda:
+        return _compiled(function)
+    return function

@@ -72,11 +72,15 @@ class ContextParallel:
 
     def own_heads(self, full: Tensor, dim: int) -> Tensor:
         """Slice a per-head tensor to the heads that this rank attends with."""
-        return full.chunk(self.size, dim)[self.rank] if self.exchanges_heads else full
+        if not self.exchanges_heads:
+            return full
+        return full.chunk(self.size, dim)[self.rank]
 
     def own_queries(self, full: Tensor, dim: int) -> Tensor:
         """Slice a per-query tensor to the queries that this rank attends with."""
-        return full if self.exchanges_heads else self.own_tokens(full, dim)
+        if self.exchanges_heads:
+            return full
+        return self.own_tokens(full, dim)
 
     def own_tokens(
         self,
@@ -172,7 +176,7 @@ class ContextParallelAttention(SDPAttention):
         attend = super().forward
         mask = attention_mask
         bias = attention_bias
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        kind = attn_mask_type or self.attn_mask_type
         if context.size == 1:
             return attend(query, key, value, mask, kind, bias)
         if context.exchanges_heads:
@@ -193,13 +197,17 @@ class ContextParallelAttention(SDPAttention):
                 gathered, mask = _rotate_own_last(context, gathered, mask)
             else:
                 gathered = context.restore_order(gathered)
-            return attend(query, gathered[:, 0], gathered[:, 1], mask, kind, bias)
+            keys = gathered[:, 0]
+            values = gathered[:, 1]
+            return attend(query, keys, values, mask, kind, bias)
         gathered = context.restore_order(gathered)
         outputs = []
         indices = (context.rank, 2 * context.size - 1 - context.rank)
         for run, index in zip(query.chunk(2), indices, strict=True):
             end = (index + 1) * len(run)
-            run_mask = None if mask is None else _first_keys(mask, end)
+            run_mask = None
+            if mask is not None:
+                run_mask = _first_keys(mask, end)
             keys = gathered[:end, 0]
             values = gathered[:end, 1]
             outputs.append(attend(run, keys, values, run_mask, kind, bias))
@@ -218,10 +226,9 @@ class ContextParallelAttention(SDPAttention):
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by peer copies where the GPUs support it; collective over the cp group."""
     collectives = peer_copies.create_peer_copies(parallel_state.get_context_parallel_group())
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, ContextParallelAttention):
-                module.collectives = collectives
+    for module in torch.nn.ModuleList(chunks).modules():
+        if isinstance(module, ContextParallelAttention):
+            module.collectives = collectives
 
 
 def _first_keys(mask: Tensor, end: int) -> Tensor:

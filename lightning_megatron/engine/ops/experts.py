@@ -45,7 +45,9 @@ class GroupedExperts(MegatronModule):
         width = config.moe_ffn_hidden_size
         hidden = config.hidden_size
         count = num_local_experts
-        rows = 2 * width if config.gated_linear_unit else width
+        rows = width
+        if config.gated_linear_unit:
+            rows = 2 * width
         self.linear_fc1 = self._create_weight(count, rows, hidden)
         self.linear_fc2 = self._create_weight(count, hidden, width)
 

@@ -38,7 +38,8 @@ from lightning_megatron.engine.ops.split_linear import Operand, Scales, SplitLin
 from lightning_megatron.engine.settings import Recipe
 from lightning_megatron.errors import ConfigError, require_choice
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 ALIGNMENT = 16
 """Each dimension of a matrix must be a multiple of it; the token dimension is padded with zeros."""
 _MIN_AMAX = 1e-30
@@ -134,7 +135,9 @@ class Fp8Linear(SplitLinear):
         is_gathered: bool,
         is_gradient: bool = False,
     ) -> Operand:
-        group = self.collectives.group if is_gathered else None
+        group = None
+        if is_gathered:
+            group = self.collectives.group
         dtype = E5M2 if is_gradient else E4M3
         return quantize(x.contiguous(), dtype, columns=columns, group=group)
 
@@ -203,11 +206,12 @@ def use_fp8(chunks: torch.nn.Module) -> None:
     Raises:
         ConfigError: If there are no such linears.
     """
-    layers = [layer for layer in chunks.modules() if isinstance(layer, TransformerLayer)]
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    linears = [
-        module for layer in layers for module in layer.modules() if isinstance(module, kinds)
-    ]
+    linears = []
+    for layer in chunks.modules():
+        if isinstance(layer, TransformerLayer):
+            for module in layer.modules():
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                    linears.append(module)
     if not linears:
         raise ConfigError(
             "fp8: expected Megatron's parallel linears, got none from model_provider; leave fp8 out"
@@ -219,10 +223,12 @@ def use_fp8(chunks: torch.nn.Module) -> None:
 
 def fp8_linears(chunks: Iterable[torch.nn.Module]) -> list[Fp8Linear]:
     """All fp8 linears of ``chunks``; none without fp8."""
-    linears = (
-        getattr(module, "_forward_impl", None) for chunk in chunks for module in chunk.modules()
-    )
-    return [linear for linear in linears if isinstance(linear, Fp8Linear)]
+    linears = []
+    for module in torch.nn.ModuleList(chunks).modules():
+        product = getattr(module, "_forward_impl", None)
+        if isinstance(product, Fp8Linear):
+            linears.append(product)
+    return linears
 
 
 @contextlib.contextmanager

@@ -39,20 +39,15 @@ def row_statistics(
     width = logits.shape[-1]
     scores = logits.float()
     # A shard of only padding is all -inf, and -inf - (-inf) is NaN.
-    largest = scores.amax(-1).clamp(min=torch.finfo(torch.float32).min)
-    total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
+    smallest = torch.finfo(torch.float32).min
+    largest = scores.amax(-1).clamp(min=smallest)
+    relative = scores - largest.unsqueeze(-1)
+    total = relative.exp().sum(-1)
     column = labels - first
     index = column.clamp(0, width - 1).unsqueeze(-1)
-    own = logits.gather(-1, index).squeeze(-1).float()
-    return (
-        largest,
-        total,
-        torch.where(
-            (column >= 0) & (column < width),
-            own,
-            0.0,
-        ),
-    )
+    own = logits.gather(-1, index).squeeze(-1)
+    is_here = (column >= 0) & (column < width)
+    return largest, total, torch.where(is_here, own.float(), 0.0)
 
 
 def logits_gradient(

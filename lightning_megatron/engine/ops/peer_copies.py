@@ -29,6 +29,8 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.engine.gather import gather_objects
+
 
 @dataclass(frozen=True)
 class Product:
@@ -126,10 +128,12 @@ class Collectives:
             packed.append(chunks.movedim(split_dim, 0))
         differing = split_dim + 1
         received = all_to_all(self.group, torch.cat(packed, dim=differing))
-        parts = received.split([x.shape[differing] for x in packed], dim=differing)
-        return tuple(
-            part.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1) for part in parts
-        )
+        sizes = [x.shape[differing] for x in packed]
+        outputs = []
+        for part in received.split(sizes, dim=differing):
+            chunks = part.movedim(0, concat_dim)
+            outputs.append(chunks.flatten(concat_dim, concat_dim + 1))
+        return tuple(outputs)
 
 
 class Window:
@@ -205,9 +209,9 @@ class PeerCopies(Collectives):
                 window.buffer(self.rank, rank, x).copy_(x)
             window.barrier()
             arrived = stream.record_event()
-            for rank in range(self.size):
-                received = x if rank == self.rank else window.buffer(rank, self.rank, x)
-                rows[rank].copy_(received)
+            rows[self.rank].copy_(x)
+            for rank in self._others:
+                rows[rank].copy_(window.buffer(rank, self.rank, x))
         main.wait_event(arrived)
         for rank in self._others:
             received = window.buffer(rank, self.rank, x)
@@ -320,8 +324,7 @@ def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
     """Peer copies for ``group``; None if its ranks cannot write to each other's memory. Collective over ``group``."""
     if dist.get_backend(group) != dist.Backend.NCCL:  # on the CPUs of a host that may have GPUs
         return None
-    hosts = [""] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    hosts = gather_objects(socket.gethostname(), group)
     is_supported = len(set(hosts)) == 1
     if is_supported:
         try:
@@ -331,6 +334,6 @@ def create_peer_copies(group: dist.ProcessGroup) -> PeerCopies | None:
                 f"peer copies are not supported, ranks communicate by NCCL alone: {error}"
             )
             is_supported = False
-    supported = [is_supported] * group.size()
-    dist.all_gather_object(supported, is_supported, group=group)
-    return PeerCopies(group) if all(supported) else None
+    if not all(gather_objects(is_supported, group)):
+        return None
+    return PeerCopies(group)

@@ -94,11 +94,8 @@ def recompute_activation(original: Callable[..., _Output]) -> Callable[..., _Out
     ) -> _Output:
         config = self.config
         recomputes = recomputes_cheap_outputs(config)
-        if (
-            not recomputes
-            or per_token_scale is not None
-            or getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0
-        ):
+        drops_input = getattr(self.linear_fc2, "input_dropout", 0.0) > 0.0
+        if not recomputes or per_token_scale is not None or drops_input:
             return original(self, hidden_states, per_token_scale, **others)
 
         def activation(hidden: Tensor, bias: Tensor | None) -> Tensor:

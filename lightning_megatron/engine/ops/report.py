@@ -35,7 +35,9 @@ _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
 
 def ops_report(device_type: DeviceType) -> list[tuple[str, str, str]]:
     """Each op of the engine, its implementation on ``device_type``, and the reason for that choice."""
-    ops = _ON_CPU if device_type == "cpu" else {**_ON_CPU, **_ON_CUDA}
-    if device_type == "cuda" and has_liger():
-        ops = {**ops, "SwiGLU": ("liger-kernel", "recomputes in the backward pass")}
+    ops = dict(_ON_CPU)
+    if device_type == "cuda":
+        ops |= _ON_CUDA
+        if has_liger():
+            ops["SwiGLU"] = ("liger-kernel", "recomputes in the backward pass")
     return [(op, *chosen) for op, chosen in ops.items()]

@@ -171,9 +171,8 @@ class LoadBalance:
     ) -> None:
         self._shape = (config.num_layers, 1 + config.num_moe_experts)
         self._bias_rate = config.moe_router_bias_update_rate
-        self._routers = [
-            module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)
-        ]
+        modules = torch.nn.ModuleList(chunks).modules()
+        self._routers = [module for module in modules if isinstance(module, Router)]
 
     def begin(self, tokens: Tensor) -> None:
         """Begin a step with ``tokens``, [], fp32: the number of non-padding tokens over all ranks."""

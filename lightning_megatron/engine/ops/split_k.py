@@ -19,13 +19,12 @@ def num_key_splits(q: Tensor, k: Tensor) -> int:
         q: [b, ng, repeats, hn].
         k: [b, ng, sk, hn].
     """
-    is_supported = q.shape[3] % 8 == 0 and k.shape[2] % SPLIT_SIZE == 0
-    if not q.is_cuda or not is_supported:
+    rows, groups, keys, width = k.shape
+    if not q.is_cuda or width % 8 or keys % SPLIT_SIZE:
         return 1
-    max_splits = torch.cuda.get_device_properties(q.device).multi_processor_count // (
-        k.shape[0] * k.shape[1]
-    )
-    blocks = k.shape[2] // SPLIT_SIZE
+    device = torch.cuda.get_device_properties(q.device)
+    max_splits = device.multi_processor_count // (rows * groups)
+    blocks = keys // SPLIT_SIZE
     choices = range(1, max(max_splits, 1) + 1)
     return max(splits for splits in choices if blocks % splits == 0)
 
@@ -51,15 +50,16 @@ def attend_split_k(
     rows, groups, repeats, width = q.shape
     keys = k.unflatten(2, (splits, -1)).flatten(0, 1)
     values = v.unflatten(2, (splits, -1)).flatten(0, 1)
-    queries = q.flatten(0, 1)[:, None].expand(-1, splits, -1, -1)
+    queries = q.flatten(0, 1).unsqueeze(1)
+    queries = queries.expand(-1, splits, -1, -1)
     added = added.unflatten(3, (splits, -1)).transpose(2, 3)
-    added = added.expand(rows, groups, splits, repeats, -1).flatten(0, 1)
+    added = added.expand(rows, groups, splits, repeats, -1)
     # The operator beneath torch's scaled_dot_product_attention, which itself does not return the log-sum-exps.
     outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         queries,
         keys,
         values,
-        added,
+        added.flatten(0, 1),
         True,
         scale=scale,
     )

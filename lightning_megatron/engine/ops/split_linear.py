@@ -242,7 +242,9 @@ class _LinearProduct(torch.autograd.Function):
 
         def differentiate_parameters(columns: Tensor = dy.columns) -> None:
             if needs_weight:
-                inputs = linear.transposed(x) if ctx.gathers else x
+                inputs = x
+                if ctx.gathers:
+                    inputs = linear.transposed(x)
                 scales = (dy.scale, x_scale)
                 d_parameters[0] = linear.weight_gradient(ctx.weight, columns, inputs, scales)
             if needs_bias:
@@ -257,10 +259,13 @@ class _LinearProduct(torch.autograd.Function):
                 dy.rows, product, differentiate_parameters
             )
         else:
-            d_input = product(dy.rows) if needs_input else None
+            d_input = None
             handle = None
-            if d_input is not None and not linear.is_row and linear.module.allreduce_dgrad:
-                handle = dist.all_reduce(d_input, group=linear.collectives.group, async_op=True)
+            if needs_input:
+                d_input = product(dy.rows)
+                if not linear.is_row and linear.module.allreduce_dgrad:
+                    group = linear.collectives.group
+                    handle = dist.all_reduce(d_input, group=group, async_op=True)
             differentiate_parameters()
             if handle is not None:
                 handle.wait()
@@ -270,7 +275,7 @@ class _LinearProduct(torch.autograd.Function):
 def use_for_linears(chunks: Iterable[torch.nn.Module]) -> None:
     """Use peer copies in linears that gather or scatter rows, except in experts; collective over their tp groups."""
     copies_of: dict[dist.ProcessGroup, PeerCopies | None] = {}
-    for module in (module for chunk in chunks for module in chunk.modules()):
+    for module in torch.nn.ModuleList(chunks).modules():
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             continue
         if not module.sequence_parallel:

@@ -78,14 +78,8 @@ def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
 
         return row_sums(x, positions)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
-    return (
-        padded[positions]
-        .sum(
-            dim=1,
-            dtype=torch.promote_types(x.dtype, torch.float32),
-        )
-        .to(x.dtype)
-    )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return padded[positions].sum(dim=1, dtype=dtype).to(x.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -199,7 +193,8 @@ class Dispatcher(MoETokenDispatcher):
             rows = self._permuted.checkpoint(permute, tokens, order)
         else:
             rows = permute(tokens, order)
-        return rows, order.ends, probs.flatten().gather(0, order.assignments)
+        factors = probs.flatten().gather(0, order.assignments)
+        return rows, order.ends, factors
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Sum the outputs of this rank's experts for each row."""
@@ -350,7 +345,8 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """Remove the padding rows, [s or s/tp, b, h]."""
-        return outputs[: self._shape[:-1].numel()].view(self._shape)
+        num_tokens = self._shape[:-1].numel()
+        return outputs[:num_tokens].view(self._shape)
 
 
 def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
@@ -363,7 +359,9 @@ def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
         pg_collection: ProcessGroupCollection,
     ) -> Dispatcher:
         # A rank that has all experts sends nothing.
-        constructor = kind if pg_collection.ep.size() > 1 else Dispatcher
+        constructor = Dispatcher
+        if pg_collection.ep.size() > 1:
+            constructor = kind
         return constructor(num_local_experts, local_expert_indices, config, pg_collection)
 
     return make

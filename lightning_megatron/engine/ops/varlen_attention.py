@@ -33,11 +33,8 @@ def segment_runs(segments: Tensor) -> SegmentRuns | None:
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     row, column = begins.nonzero(as_tuple=True)
-    is_segment = ids[row, column] != 0
-    pairs = torch.stack(
-        (row, ids[row, column]),
-        dim=1,
-    )[is_segment]
+    segment = ids[row, column]
+    pairs = torch.stack((row, segment), dim=1)[segment != 0]
     if len(torch.unique(pairs, dim=0)) < len(pairs):
         return None
     end = torch.tensor([rows * length])

@@ -49,8 +49,9 @@ def placeholder_gradient(weight: Any) -> Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
 
 
 class WeightGradient:
@@ -85,13 +86,10 @@ def fuse_linear_bias(original: Callable[..., Tensor]) -> Any:
             gathered = input.new_empty(group.size() * input.shape[0], *input.shape[1:])
             dist.all_gather_into_tensor(gathered, input.contiguous(), group=group)
             input = gathered
-        product = torch.addmm(
-            bias,
-            input.flatten(0, -2),
-            weight.t(),
-        )
+        product = torch.addmm(bias, input.flatten(0, -2), weight.t())
+        shape = [*input.shape[:-1], len(weight)]
         # Not a view, whose padding columns could not be overwritten (models/gpt.py).
-        output: Tensor = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], len(weight)])
+        output: Tensor = torch.ops.aten._unsafe_view(product, shape)
         return output
 
     return staticmethod(forward)
@@ -108,8 +106,9 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[None, Tensor | None]:
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
-        rows = upstream[0].reshape(-1, weight.shape[1]).to(weight.main_grad.dtype)
-        weight.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
+        main_grad = weight.main_grad
+        rows = upstream[0].reshape(-1, weight.shape[1])
+        main_grad.index_put_((ids.flatten(),), rows.to(main_grad.dtype), accumulate=True)
         if getattr(weight, "zero_out_wgrad", False):
             # Tied: the output layer returns the zeros to autograd.
             return None, None

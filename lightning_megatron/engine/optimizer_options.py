@@ -1,0 +1,184 @@
+"""Options of Megatron's optimizer, and the parameter groups that they describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
+from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
+from lightning_megatron.foreign_names import checks_options
+
+
+@checks_options
+@dataclass(frozen=True, kw_only=True)
+class GroupMultipliers:
+    """Factors for one group of parameters.
+
+    Args:
+        lr_mult: Factor of the learning rate.
+        wd_mult: Factor of the weight decay.
+    """
+
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+
+
+_NO_DECAY = GroupMultipliers(wd_mult=0.0)
+
+
+@checks_options
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Options of Megatron's optimizer, without the learning rate, which is an option of the module.
+
+    Args:
+        name: ``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has
+            momentum.
+        weight_decay: Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers``
+            say so.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        momentum: Momentum of ``sgd``.
+        multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``) to factors; the first match wins.
+        initial_loss_scale: Initial loss scale of ``16-mixed``.
+        min_loss_scale: Lower bound of the loss scale of ``16-mixed``.
+        loss_scale_window: Of ``16-mixed``: steps without overflow after which the loss scale doubles.
+        loss_scale_hysteresis: Of ``16-mixed``: the loss scale is halved at this overflow and each later one, counted
+            since it last doubled.
+    """
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.9
+    multipliers: Mapping[str, GroupMultipliers] = field(default_factory=dict)
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigError: If the name is unknown, or a value is out of range.
+        """
+        factors: dict[str, GroupMultipliers] = {}
+        for glob, given in dict(self.multipliers).items():
+            factors[glob] = as_options(GroupMultipliers, given, "multipliers")
+        object.__setattr__(self, "multipliers", factors)
+        require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
+        for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
+            require_number(name, getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be in [0, 1); correct the optimizer options"
+                )
+        for name in ("loss_scale_window", "loss_scale_hysteresis"):
+            require_number(name, getattr(self, name), at_least=1)
+        require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE, math.inf)
+        require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale, math.inf)
+
+
+def multipliers_of(
+    name: str,
+    parameter: torch.Tensor,
+    options: OptimizerOptions,
+) -> GroupMultipliers:
+    """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
+
+    Args:
+        name: Megatron's parameter name, with the prefixes of wrappers.
+        parameter: The parameter.
+        options: The options with the user's globs.
+    """
+    plain_name = name.replace("module.", "")
+    if plain_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+        # The last stage's copy of a tied embedding, which must be updated like the embedding.
+        plain_name = "embedding.word_embeddings.weight"
+    for pattern, multipliers in options.multipliers.items():
+        if fnmatch(plain_name, pattern):
+            return multipliers
+    if parameter.dim() == 1 or plain_name.endswith(".bias"):
+        return _NO_DECAY
+    return GroupMultipliers()
+
+
+def group_overrides(
+    chunks: Iterable[torch.nn.Module],
+    options: OptimizerOptions,
+) -> dict[ParamKey, dict[str, float]]:
+    """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
+    distinct = {_NO_DECAY, *options.multipliers.values()}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            distinct.add(multipliers_of(name, parameter, options))
+    distinct.discard(GroupMultipliers())
+
+    def is_in(
+        group: GroupMultipliers,
+        parameter: torch.nn.Parameter,
+        name: str,
+    ) -> bool:
+        return multipliers_of(name, parameter, options) == group
+
+    overrides = {}
+    for group in sorted(distinct, key=astuple):
+        predicate = ParamWithNamePredicate(name=str(group), fn=partial(is_in, group))
+        overrides[ParamKey(with_name_predicate=predicate)] = asdict(group)
+    return overrides
+
+
+def group_name(lr_mult: float, wd_mult: float) -> str:
+    """Name of a parameter group, which Lightning's LearningRateMonitor logs as e.g. ``lr/weight_decay``."""
+    if wd_mult == 0.0:
+        name = "no_weight_decay"
+    elif wd_mult == 1.0:
+        name = "weight_decay"
+    else:
+        name = f"weight_decay_x{wd_mult:g}"
+    if lr_mult != 1.0:
+        name += f"_lr_x{lr_mult:g}"
+    return name
+
+
+def engine_config(
+    options: OptimizerOptions,
+    lr: float,
+    settings: EngineSettings,
+) -> Any:
+    """Megatron's config of the optimizer."""
+    chosen = {
+        "optimizer": "sgd" if options.name == "sgd" else "adam",
+        "decoupled_weight_decay": options.name == "adamw",
+        "lr": lr,
+        "weight_decay": options.weight_decay,
+        "adam_beta1": options.beta1,
+        "adam_beta2": options.beta2,
+        "adam_eps": options.eps,
+        "sgd_momentum": options.momentum,
+        "params_dtype": settings.params_dtype,
+        "bf16": settings.params_dtype is torch.bfloat16,
+        "fp16": settings.params_dtype is torch.float16,
+        "initial_loss_scale": options.initial_loss_scale,
+        "min_loss_scale": options.min_loss_scale,
+        "loss_scale_window": options.loss_scale_window,
+        "hysteresis": options.loss_scale_hysteresis,
+        "use_distributed_optimizer": settings.distributed_optimizer,
+        "overlap_param_gather": settings.overlaps_gathers,
+    }
+    return build_config(OptimizerConfig, chosen, settings.overrides.optimizer)
