@@ -121,7 +121,6 @@ FORMER_HOMES: dict[str, tuple[str, ...]] = {
     "lightning_megatron.engine.heartbeat": ("Heartbeat",),
     "lightning_megatron.engine.lr_schedule": ("LRSchedule",),
     "lightning_megatron.engine.optimizer": ("OptimizerOptions",),
-    "lightning_megatron.engine.optimizer_options": ("OptimizerOptions",),
     "lightning_megatron.engine.schedule": ("TrainStep",),
     "lightning_megatron.errors": ("CheckpointError", "ConfigError", "DataError"),
     "lightning_megatron.generate.options": ("GenerationOptions",),

@@ -1,6 +1,7 @@
 """Lightning callbacks, one idea a file.
 
-They read a run through the strategy's public properties; nothing but ``strategy``, ``module`` and ``cli`` imports them.
+They read a run through the strategy's public properties, and may import what is below it; nothing but ``strategy``,
+``module`` and ``cli`` imports them.
 """
 
 from lightning_megatron.callbacks.loss_curve import LossCurve

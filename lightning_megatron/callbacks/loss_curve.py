@@ -50,9 +50,8 @@ class LossCurve(LogDirCallback):
 
         check_interval(every_n_steps)
         require_number("max_points", max_points, at_least=2)
-        require_choice(
-            "filename", Path(filename).suffix[1:].lower() or "png", FigureCanvasBase.filetypes
-        )
+        suffix = Path(filename).suffix[1:].lower()
+        require_choice("filename", suffix or "png", FigureCanvasBase.filetypes)
         self.filename = filename
         self.every_n_steps = every_n_steps
         self.log_scale = log_scale
@@ -70,20 +69,32 @@ class LossCurve(LogDirCallback):
             self.resumed_at = []
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *_: Any,
+    ) -> None:
         """Add a point to the training curve if it is due."""
         # The first step, too, since the initial loss is of interest.
         if trainer.global_step == 1 or is_due(trainer, self.every_n_steps):
-            self.train.add(trainer.global_step, trainer.callback_metrics.get(self.train_name))
+            loss = trainer.callback_metrics.get(self.train_name)
+            self.train.add(trainer.global_step, loss)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add a point to the validation curve, unless only a part of the validation set was used."""
         if not is_partial_validation(trainer):
-            self.validation.add(trainer.global_step, trainer.callback_metrics.get(self.val_name))
+            loss = trainer.callback_metrics.get(self.val_name)
+            self.validation.add(trainer.global_step, loss)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *_: Any,
+    ) -> None:
         """Write the plot on rank 0, also for a failed run."""
         if self._log_dir is not None and trainer.is_global_zero and self.train.points:
             path = self._log_dir / self.filename
@@ -126,7 +137,14 @@ class LossCurve(LogDirCallback):
         if self.validation.points:
             steps, losses = zip(*self.validation.points, strict=True)
             label = f"validation (last {losses[-1]:.3f})"
-            axes.plot(steps, losses, "C1", marker="o", markersize=4, label=label)
+            axes.plot(
+                steps,
+                losses,
+                "C1",
+                marker="o",
+                markersize=4,
+                label=label,
+            )
         for index, step in enumerate(self.resumed_at):
             # One legend entry for all lines: matplotlib leaves out labels that begin with an underscore.
             label = "_resumed" if index else "resumed from a checkpoint"
@@ -148,7 +166,8 @@ class LossCurve(LogDirCallback):
             return
         axes.plot(steps, losses, "C0", alpha=0.3, label=None)
         # A trailing window would lag behind a falling loss.
-        means = numpy.convolve(losses, numpy.full(width, 1 / width), "valid")
+        weights = numpy.full(width, 1 / width)
+        means = numpy.convolve(losses, weights, "valid")
         middle = slice(width // 2, -(width // 2))
         axes.plot(steps[middle], means, "C0", label="training (smoothed)")
 

@@ -27,16 +27,16 @@ class MemoryEstimate(Callback):
         model: Any = pl_module.model_config
         data: Any = getattr(trainer, "datamodule", None)
         rows = 0
-        options = {"seq_length": 1, "seq_length_decoder": 1}
+        lengths = [1, 1]
         if hasattr(data, "seq_length"):
             rows = data.micro_batch_size
             options = data.lengths(model)
-        lengths = tuple(length for name, length in options.items() if name.startswith("seq_length"))
+            lengths = [options[name] for name in options if name.startswith("seq_length")]
         run = make_run(
             model,
             strategy.settings,
             rows=rows,
-            lengths=lengths,
+            lengths=tuple(lengths),
             world_size=trainer.world_size,
         )
         expected = memory(run)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from typing_extensions import override
 
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
@@ -24,9 +24,17 @@ def whole_summaries(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Lightning's own show the shard of one stage that this rank holds.
     """
-    kinds = {ModelSummary: WholeModelSummary, RichModelSummary: WholeRichModelSummary}
-    summaries: list[Any] = [callback for callback in callbacks if type(callback) in kinds]
-    return [kinds[type(each)](each._max_depth, **each._summarize_kwargs) for each in summaries]
+    kinds: dict[type, type[WholeModelSummary]] = {
+        ModelSummary: WholeModelSummary,
+        RichModelSummary: WholeRichModelSummary,
+    }
+    whole: list[Callback] = []
+    for callback in callbacks:
+        kind = kinds.get(type(callback))
+        if kind is not None:
+            summary: Any = callback
+            whole.append(kind(summary._max_depth, **summary._summarize_kwargs))
+    return whole
 
 
 class WholeModelSummary(ModelSummary):
@@ -41,17 +49,18 @@ class WholeModelSummary(ModelSummary):
         strategy = module.megatron
         topology = strategy.topology
         model = module.model_config
-        chunks = [unwrap(chunk) for chunk in strategy._chunks]
+        chunks = [unwrap(chunk) for chunk in strategy.chunks]
         own = [_describe_chunk(chunk, model, topology.parallel) for chunk in chunks]
-        stages: list[Any] = [None] * topology.parallel.pp
-        dist.all_gather_object(stages, own, group=topology.pp_group)
+        stages = gather_objects(own, topology.pp_group)
         if not trainer.is_global_zero:
             return
         in_pipeline_order = list(chain(*zip(*stages, strict=True)))
         kinds = _merge(in_pipeline_order, 0)
         weights = _merge(in_pipeline_order, 1)
         local = _merge(own, 1)
-        names = [name for name in kinds if self._max_depth < 0 or name.count(".") < self._max_depth]
+        names = list(kinds)
+        if self._max_depth > 0:
+            names = [name for name in names if name.count(".") < self._max_depth]
         modes = [is_training for _, is_training in kinds.values()]
         total = _sum_within("", weights, 0)
         bytes_per_weight = strategy.settings.params_dtype.itemsize
@@ -98,8 +107,8 @@ def _describe_chunk(
             total = total // model.padded_vocab_size(parallel.tp) * model.vocab_size
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             total = 0
-        trained = total if weight.requires_grad else 0
-        weights[_global_name(name, chunk)] = (total, trained, weight.numel())
+        counts = (total, total * weight.requires_grad, weight.numel())
+        weights[_global_name(name, chunk)] = counts
     return kinds, weights
 
 
@@ -141,10 +150,21 @@ def _flops_per_token(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def _merge(chunks: Sequence[Any], index: int) -> dict[str, Any]:
-    return {name: value for chunk in chunks for name, value in chunk[index].items()}
+    merged: dict[str, Any] = {}
+    for chunk in chunks:
+        merged |= chunk[index]
+    return merged
 
 
-def _sum_within(module: str, weights: Mapping[str, Any], index: int) -> int:
+def _sum_within(
+    module: str,
+    weights: Mapping[str, Any],
+    index: int,
+) -> int:
     """Sum of a count over the weights of a module; "" is the whole model."""
-    prefix = f"{module}." if module else ""
-    return sum(counts[index] for name, counts in weights.items() if name.startswith(prefix))
+    prefix = f"{module}."
+    total = 0
+    for name, counts in weights.items():
+        if not module or name.startswith(prefix):
+            total += counts[index]
+    return total

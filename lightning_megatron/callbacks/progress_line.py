@@ -90,7 +90,13 @@ class ProgressLine(ProgressBar):
             parts.append(f"{name} {number}")
         return ", ".join(parts)
 
-    def _show(self, line: Callable[[], str], *, now: bool = False, end: str = "\r") -> None:
+    def _show(
+        self,
+        line: Callable[[], str],
+        *,
+        now: bool = False,
+        end: str = "\r",
+    ) -> None:
         current = time.monotonic()
         if not self._is_enabled or not (now or current >= self._next_time):
             return

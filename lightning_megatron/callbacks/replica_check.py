@@ -6,11 +6,11 @@ It detects silent data corruption on one device, which Llama 3's authors had six
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.state import ungathered_weights
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import NumericsError, require_number
 from lightning_megatron.foreign_names import checks_options
@@ -63,7 +64,12 @@ class ReplicaCheck(Callback):
         """Of the optimizer state at the beginning of a step with a check; None in other steps."""
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *_: Any,
+    ) -> None:
         """Begin a check every ``every_n_steps`` steps, before the forward pass."""
         self._state_before = None
         if trainer.global_step == 0 or trainer.global_step % self.every_n_steps:
@@ -71,7 +77,7 @@ class ReplicaCheck(Callback):
         strategy: Any = trainer.strategy
         with strategy.engine():
             # Within the step copies are then compared as they are: a gather would overwrite them.
-            finish_parameter_gathers(strategy._chunks)
+            finish_parameter_gathers(strategy.chunks)
             self._state_before = _checksums(strategy, is_unchanging=True)
 
     @override
@@ -97,7 +103,7 @@ class ReplicaCheck(Callback):
         """
         strategy: Any = trainer.strategy
         with strategy.engine():
-            finish_parameter_gathers(strategy._chunks)
+            finish_parameter_gathers(strategy.chunks)
         self._check(trainer, before={})
 
     def _check(self, trainer: Trainer, before: _Checksums) -> None:
@@ -105,10 +111,9 @@ class ReplicaCheck(Callback):
         with strategy.engine():
             own = _checksums(strategy)
         changed = [tensor[0] for tensor, checksum in before.items() if own[tensor] != checksum]
-        gathered: list[tuple[_Checksums, list[str]]] = [({}, [])] * trainer.world_size
-        dist.all_gather_object(gathered, (own, changed), group=strategy._host_group)
-        _check_copies([checksums for checksums, _ in gathered], trainer.global_step)
-        _check_unchanged([names for _, names in gathered], trainer.global_step)
+        of_ranks = gather_objects((own, changed), strategy.host_group)
+        _check_copies([checksums for checksums, _ in of_ranks], trainer.global_step)
+        _check_unchanged([names for _, names in of_ranks], trainer.global_step)
 
 
 _Checksums = dict[tuple[str, tuple[int, ...]], int]
@@ -123,7 +128,7 @@ def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
         strategy: With the model's chunks, and the optimizer if there is one.
         is_unchanging: Whether to leave out the weights, also as their own main weights: hooks may change them.
     """
-    state = ungathered_weights(strategy._chunks)
+    state = ungathered_weights(strategy.chunks)
     parts = []
     if strategy.megatron_optimizer is not None:
         optimizer_state = strategy.megatron_optimizer.sharded_state_dict(state)
@@ -138,9 +143,9 @@ def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
     if not parts:
         return {}
     # One transfer for all sums.
-    sums = torch.stack([_sum_of_bits(part.data) for part in parts]).tolist()
+    sums = torch.stack([_sum_of_bits(part.data) for part in parts])
     checksums = {}
-    for part, checksum in zip(parts, sums, strict=True):
+    for part, checksum in zip(parts, sums.tolist(), strict=True):
         name = f"{part.key} at {tuple(part.global_offset)}"
         checksums[name, tuple(part.data.shape)] = checksum
     return checksums
@@ -152,7 +157,12 @@ def _storage(part: Any) -> int:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Sum of a tensor's elements as integers of the same width, int64."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integers = {
+        1: torch.int8,
+        2: torch.int16,
+        4: torch.int32,
+        8: torch.int64,
+    }
     bits = tensor.contiguous().view(integers[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
@@ -163,10 +173,10 @@ def _sharded_tensors(state: dict[str, Any]) -> list[Any]:
 
 def _check_copies(checksums: list[_Checksums], step: int) -> None:
     """Raise if ranks hold different copies of a tensor; the rarest copy is named first."""
-    copies: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+    copies: defaultdict[Any, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(checksums):
         for tensor, checksum in sums.items():
-            copies.setdefault(tensor, {}).setdefault(checksum, []).append(rank)
+            copies[tensor][checksum].append(rank)
     wrong = {}
     for (name, _), ranks_by_checksum in copies.items():
         if len(ranks_by_checksum) > 1:

@@ -101,7 +101,12 @@ class SampleText(LogDirCallback):
         build_request(self._rows, vars(self._options), model)
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *_: Any,
+    ) -> None:
         """Continue the prompts if a sample is due."""
         if not is_due(trainer, self.every_n_steps):
             return
@@ -121,7 +126,11 @@ class SampleText(LogDirCallback):
             prompts = [self.prompts[index // per_prompt] for index in range(len(texts))]
             self._write(trainer, list(zip(prompts, texts, strict=True)))
 
-    def _write(self, trainer: Trainer, texts: list[tuple[str, str]]) -> None:
+    def _write(
+        self,
+        trainer: Trainer,
+        texts: list[tuple[str, str]],
+    ) -> None:
         without_add_text: list[Logger] = []
         for logger in trainer.loggers:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)

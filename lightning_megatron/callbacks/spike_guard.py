@@ -42,7 +42,12 @@ class SpikeGuard(Callback):
     Logged: ``spike_rollbacks``, from the first rollback on.
     """
 
-    def __init__(self, window: int = 100, threshold: float = 10.0, max_rollbacks: int = 3) -> None:
+    def __init__(
+        self,
+        window: int = 100,
+        threshold: float = 10.0,
+        max_rollbacks: int = 3,
+    ) -> None:
         """Set the spike detection.
 
         Args:
@@ -91,14 +96,20 @@ class SpikeGuard(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        *_: Any,
     ) -> None:
         """Check the loss of the previous step; losses are equal on all ranks.
 
         Raises:
             NumericsError: On all ranks, for a spike after ``max_rollbacks`` rollbacks.
         """
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs
+        if isinstance(outputs, dict):
+            loss = outputs["loss"]
         last = self._last
         self._last = (trainer.global_step, HostCopy(loss))
         if last is not None:

@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_megatron.callbacks.intervals import check_interval, is_due
+from lightning_megatron.callbacks.step_clock import StepClock
 from lightning_megatron.errors import ConfigError, require_number
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
@@ -19,8 +21,6 @@ from lightning_megatron.planning.search import plan
 
 if TYPE_CHECKING:
     from lightning_megatron.engine.step import StepShape
-from lightning_megatron.callbacks.intervals import check_interval, is_due
-from lightning_megatron.callbacks.step_clock import StepClock
 
 
 @checks_options
@@ -40,7 +40,11 @@ class ThroughputMonitor(Callback):
     loggers and progress bar show rank 0.
     """
 
-    def __init__(self, every_n_steps: int | None = None, warmup_steps: int = 3) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        warmup_steps: int = 3,
+    ) -> None:
         """Set how often to report.
 
         Args:
@@ -76,7 +80,12 @@ class ThroughputMonitor(Callback):
         self._steps_seen = 0
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        *_: Any,
+    ) -> None:
         """Record the end of a step, and log a report if it is due."""
         self._steps_seen += 1
         strategy: Any = trainer.strategy
@@ -166,11 +175,15 @@ def _precision(trainer: Trainer) -> Precision:
 
 
 def _estimates(
-    strategy: Any, model: ModelConfig, lengths: tuple[int, ...], *, world_size: int
+    strategy: Any,
+    model: ModelConfig,
+    lengths: tuple[int, ...],
+    *,
+    world_size: int,
 ) -> dict[str, float]:
     """The planner's estimates for this run; empty for GPUs that it does not know, and for fp8."""
-    name = torch.cuda.get_device_name(strategy.root_device)
-    device = next((each for each in DEVICES.values() if each.name == name), None)
+    by_name = {device.name: device for device in DEVICES.values()}
+    device = by_name.get(torch.cuda.get_device_name(strategy.root_device))
     if device is None or strategy.fp8 is not None:
         return {}
     run = make_run(

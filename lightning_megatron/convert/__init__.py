@@ -1,5 +1,7 @@
 """Conversion between checkpoint formats through a live model; Hugging Face families as tables.
 
+File formats and names of weights belong here. Imports ``checkpoint``, ``planning`` and what is below them, and never
+Lightning; of the engine, whose import takes seconds, most files import nothing but in functions.
 ``ConvertOptions`` is defined here, without heavy imports, because the command line is generated from it.
 """
 

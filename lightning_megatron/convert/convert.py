@@ -41,7 +41,7 @@ from lightning_megatron.convert.torch_dist import COMPANIONS
 from lightning_megatron.convert.weight_loader import WeightLoader, check_overflow
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.engine import groups
-from lightning_megatron.engine.collectives import call_on_all_ranks, raise_on_all_ranks
+from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
 from lightning_megatron.engine.settings import EngineSettings
@@ -94,19 +94,18 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
         padded = replace(source.model, make_vocab_size_divisible_by=padding)
         source = replace(source, model=padded)
     _check_model(source, options, layout)
-    others = []
-    for path in average_with:
-        other = open_source(path, options.config, base=options.base)
-        _check_same_model(other, source)
-        others.append(other)
-    if options.to == "peft":
-        _check_same_base(others, source)
-    with live_engine(layout if world > 1 else ParallelConfig()) as (runtime, topology):
+    others = _open_others(average_with, source, options)
+    live_layout = ParallelConfig()
+    if world > 1:
+        live_layout = layout
+    with live_engine(live_layout) as (runtime, topology):
         chunks = build_on_cpu(source.model, topology.parallel)
         loader = WeightLoader(chunks, source.model, source.parts)
         _check_missing(source, options, loader.missing)
         with staged_directory(save_path) as folder:
-            dtype = None if options.dtype is None else _DTYPES[options.dtype]
+            dtype = None
+            if options.dtype is not None:
+                dtype = _DTYPES[options.dtype]
             if others:
                 loader.fill(as_stored=True)
                 _average(chunks, loader, source.model, others, dtype)
@@ -133,20 +132,35 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                             without=loader.missing,
                         )
                     else:
-                        rank = None if world == 1 else (topology.tp_rank, topology.pp_rank)
-                        call_on_all_ranks(
-                            lambda: save_megatron_lm(chunks, source, model, layout, folder, rank)
-                        )
+                        rank = None
+                        if world > 1:
+                            rank = (topology.tp_rank, topology.pp_rank)
+                        with raise_on_all_ranks():
+                            save_megatron_lm(chunks, source, model, layout, folder, rank)
                         _copy_on_first_rank(companions, folder)
     return source.kind
 
 
+def _open_others(
+    paths: Sequence[Path],
+    source: ModelSource,
+    options: ConvertOptions,
+) -> list[ModelSource]:
+    """Open the checkpoints to average with ``source``, and check that they are of the same model."""
+    others = []
+    for path in paths:
+        other = open_source(path, options.config, base=options.base)
+        _check_same_model(other, source)
+        others.append(other)
+    if options.to == "peft":
+        _check_same_base(others, source)
+    return others
+
+
 def _copy_on_first_rank(companions: Sequence[Path], folder: Path) -> None:
-    def copy() -> None:
+    with raise_on_all_ranks():
         if dist.get_rank() == 0:
             copy_companions(companions, folder)
-
-    call_on_all_ranks(copy)
 
 
 def _check_same_model(source: ModelSource, first: ModelSource) -> None:
@@ -290,7 +304,9 @@ def _check_model(source: ModelSource, options: ConvertOptions, layout: ParallelC
     """
     model = source.model
     # In one process layers need not divide: the rule for pp concerns training only.
-    split = layout if _world_size() > 1 else replace(layout, pp=1, vpp=None)
+    split = layout
+    if _world_size() == 1:
+        split = replace(layout, pp=1, vpp=None)
     check_layout(model, split)
     stages = layout.pp * layout.num_model_chunks
     layers = model.num_layers + model.num_decoder_layers

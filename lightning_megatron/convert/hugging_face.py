@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.registry import (
@@ -61,7 +62,10 @@ class HuggingFaceSource(Source):
         self._files = open_weights(path)
         self.stored = self._files.tensors
         has_config = (path / CONFIG_FILE).is_file()
-        self.metadata = {"config": read_json(path) if has_config else {}}
+        config = {}
+        if has_config:
+            config = read_json(path)
+        self.metadata = {"config": config}
         self.companions = path
 
     def describe(self, config: Path | None) -> Description:
@@ -94,7 +98,9 @@ class HuggingFaceSource(Source):
         actual = _stored_names(self.stored, keys, family)
         ties = _resolve_ties(actual, keys, hf_class._tied_weights_keys or {}, family)
         self._stored_name = {name: actual[name] for name in keys if name in actual}
-        found = {name: self.stored[in_file] for name, in_file in self._stored_name.items()}
+        found = {}
+        for name, in_file in self._stored_name.items():
+            found[name] = self.stored[in_file]
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
         unexpected: dict[str, Stored] = {}
         of_other_heads: list[str] = []
@@ -150,7 +156,7 @@ class HuggingFaceSource(Source):
             if not keys[name].name.startswith(_BODY) and _head_of(name) not in stored_heads
         }
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Region) -> Tensor:
         """See ``Source``."""
         rule = self._rules[region.key.name]
         start = region.offset[0]
@@ -179,17 +185,18 @@ class HuggingFaceSource(Source):
     def _read_rows(
         self,
         name: str,
-        rows: torch.Tensor,
+        rows: Tensor,
         columns: tuple[slice, ...],
         rule: Rule,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Some rows of a Hugging Face tensor, in Megatron's orientation."""
         first = int(rows.min())
         span = slice(first, int(rows.max()) + 1)
-        box = (columns[0], span) if rule.transposed else (span, *columns)
-        block = self._files.read(self._stored_name[name], box)
+        in_file = self._stored_name[name]
         if rule.transposed:
-            block = block.t()
+            block = self._files.read(in_file, (columns[0], span)).t()
+        else:
+            block = self._files.read(in_file, (span, *columns))
         return block[_as_slice(rows - first)]
 
 
@@ -240,15 +247,17 @@ def _stored_names(
 
 
 def _file_name(name: str, family: Family) -> str:
-    return f"{family.names.output}.weight" if name == "lm_head.weight" else name
+    if name == "lm_head.weight":
+        return f"{family.names.output}.weight"
+    return name
 
 
-def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
+def _as_slice(rows: Tensor) -> slice | Tensor:
     """``rows`` as a slice if they are consecutive, so that indexing returns a view."""
     first = int(rows[0])
     last = int(rows[-1])
     has_length_of_range = last - first == len(rows) - 1
-    if has_length_of_range and bool((rows[1:] - rows[:-1] == 1).all()):
+    if has_length_of_range and bool((rows.diff() == 1).all()):
         return slice(first, last + 1)
     return rows
 
@@ -274,7 +283,9 @@ def resolve_tied_output(model: ModelConfig, files: WeightFiles) -> ModelConfig:
     untied = replace(model, share_embeddings_and_output_weights=False)
     names = [rule.hugging_face[0] for rule in rules_of(untied) if rule.megatron in VOCABULARY]
     has_both = all(name in files.tensors for name in names)
-    return untied if has_both and not files.are_equal(*names) else model
+    if has_both and not files.are_equal(*names):
+        return untied
+    return model
 
 
 def load_hugging_face(
@@ -341,8 +352,10 @@ def files_of_tensors(
             continue
         in_file = stored_names[name]
         location = files.tensors[in_file].location
-        file = location if isinstance(location, Path) else directory
+        file = directory
+        if isinstance(location, Path):
+            file = location
         values = files.read(in_file, (slice(None),))
         is_finite = bool(values.isfinite().all())
-        found[in_file] = str(file), is_finite
+        found[in_file] = (str(file), is_finite)
     return found

@@ -8,7 +8,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def save_hugging_face(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    from lightning_megatron.engine.collectives import call_on_all_ranks
+    from lightning_megatron.engine.collectives import raise_on_all_ranks
 
     largest = size_in_bytes(max_shard_size)
     gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
@@ -116,9 +115,9 @@ def save_hugging_face(
         weights_progress("saving weights", split.metadata["total_size"]) as bar,
         staged_directory(path) as folder,
     ):
-        call_on_all_ranks(
-            lambda: _write_small_files(folder, config, index, companions) if is_first else None
-        )
+        with raise_on_all_ranks():
+            if is_first:
+                _write_small_files(folder, config, index, companions)
         pending: dict[str, dict[str, torch.Tensor]] = {}
         remaining = Counter(split.tensor_to_filename.values())
         for name, tensor in gatherer.tensors():
@@ -127,8 +126,9 @@ def save_hugging_face(
             if tensor is not None:
                 pending.setdefault(file, {})[name] = tensor
             if remaining[file] == 0:
-                write = partial(write_weight_file, folder, file, pending.pop(file, {}))
-                call_on_all_ranks(write if is_first else lambda: None)
+                with raise_on_all_ranks():
+                    if is_first:
+                        write_weight_file(folder, file, pending.pop(file))
             bar.update(contents[name].num_bytes)
 
 
@@ -164,7 +164,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: On every rank, if the directory cannot be written.
     """
-    from lightning_megatron.engine.collectives import call_on_all_ranks
+    from lightning_megatron.engine.collectives import raise_on_all_ranks
 
     if path.is_dir():
         parent = path
@@ -190,10 +190,12 @@ def staged_directory(path: Path) -> Iterator[Path]:
                 file.unlink()
 
     with contextlib.ExitStack() as stack:
-        is_first = dist.get_rank() == 0
-        call_on_all_ranks(lambda: stack.enter_context(staging()) if is_first else None)
+        with raise_on_all_ranks():
+            if dist.get_rank() == 0:
+                stack.enter_context(staging())
         yield folder
-        call_on_all_ranks(stack.close)
+        with raise_on_all_ranks():
+            stack.close()
 
 
 def _write_small_files(

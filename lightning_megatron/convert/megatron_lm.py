@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.inferred_model import describe_model
@@ -60,7 +61,7 @@ from lightning_megatron.models.config import Architecture, ModelConfig
 
 _log = logging.getLogger(__name__)
 
-Shards = tuple[torch.Tensor, ...]
+Shards = tuple[Tensor, ...]
 """Shards of one tensor, of all tensor-parallel ranks."""
 
 
@@ -110,7 +111,8 @@ def _check_same_tensors(path: Path, ranks: Mapping[Rank, RankState]) -> None:
     first = ranks[0, 0]
     _, pp = layout_of_ranks(ranks)
     for (tensor, stage), state in ranks.items():
-        fits_first = len(state.chunks) == len(first.chunks) and state.version == first.version
+        has_as_many = len(state.chunks) == len(first.chunks)
+        fits_first = has_as_many and state.version == first.version
         if fits_first and _shapes(state) == _shapes(ranks[0, stage]):
             continue
         other = rank_folder(0, stage if fits_first else 0, pp)
@@ -139,7 +141,9 @@ def _architecture_of(ranks: Mapping[Rank, RankState]) -> Architecture:
                 if ".inter_attention." in name or ".cross_attention." in name:
                     return "t5"
                 is_bert |= name.startswith(_BERT_ONLY) or ".tokentype_embeddings." in name
-    return "bert" if is_bert else "gpt"
+    if is_bert:
+        return "bert"
+    return "gpt"
 
 
 def _shapes(state: RankState) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
@@ -164,14 +168,15 @@ def merge(
     shards: Shards,
     model: ModelConfig,
     version: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Concatenate the shards of a tensor, with rows in Megatron-Core's order."""
     axis = split_axis(key.name)
     if axis is None:
         return shards[0]
     if ".linear_qkv." in key.name and version < 2.0:
         heads = model.num_attention_heads // len(shards)
-        return torch.cat([_grouped_by_head(shard, heads, model, version) for shard in shards])
+        grouped = [_grouped_by_head(shard, heads, model, version) for shard in shards]
+        return torch.cat(grouped)
     if model.gated_linear_unit and ".linear_fc1." in key.name:
         # Each shard has its part of the gate projection, then its part of the up projection.
         branches = [shard.chunk(2) for shard in shards]
@@ -183,9 +188,7 @@ def merge(
     return torch.cat(shards, dim=axis)
 
 
-def _grouped_by_head(
-    shard: torch.Tensor, heads: int, model: ModelConfig, version: float
-) -> torch.Tensor:
+def _grouped_by_head(shard: Tensor, heads: int, model: ModelConfig, version: float) -> Tensor:
     """Rows of a fused QKV weight of an old version, in Megatron-Core's order."""
     width = model.kv_channels
     columns = shard.shape[1:]
@@ -212,14 +215,20 @@ class MegatronLMSource(Source):
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's names: saved without version, rows as in 3.0
         collected = collect_tensors(path, ranks)
-        self._found = {key: _stored_tensor(key, copies) for key, copies in collected.items()}
-        self.stored = {tensor.location[0][0]: tensor for tensor in self._found.values()}
+        self._found: dict[Key, Stored] = {}
+        stored: dict[str, Stored] = {}
+        for key, copies in collected.items():
+            name, _ = copies[0]
+            self._found[key] = stored[name] = _stored_tensor(key, copies)
+        self.stored = stored
         for value in (first.metadata.get("iteration"), self._arguments.get("iteration")):
             if type(value) is int and value > 0:
                 self.iteration = value
                 break
-        folders = (path, path.parent) if path.is_dir() else ()
-        self.companions = next((folder for folder in folders if companion_files(folder)), None)
+        if path.is_dir():
+            for folder in (path.parent, path):
+                if companion_files(folder):
+                    self.companions = folder
         self.metadata = self._describe_file(first)
 
     def _describe_file(self, state: RankState) -> dict[str, Any]:
@@ -269,7 +278,9 @@ class MegatronLMSource(Source):
     ) -> dict[Key, torch.dtype]:
         """See ``Source``; copies of a tensor on several pipeline stages must be equal."""
         self._model = model
-        optional: tuple[str, ...] = HEADS if model.architecture == "bert" else ()
+        optional: tuple[str, ...] = ()
+        if model.architecture == "bert":
+            optional = HEADS
         if model.share_embeddings_and_output_weights:
             optional += (OUTPUT.name,)  # the last stage's copy, compared below
         ignored = [
@@ -292,7 +303,7 @@ class MegatronLMSource(Source):
                     )
         return {key: tensor.dtype for key, tensor in found.items()}
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Region) -> Tensor:
         """See ``Source``."""
         _, shards = self._found[region.key].location[0]
         tensor = merge(region.key, shards, self._model, self._version)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.source import NO_WEIGHTS
@@ -51,7 +51,7 @@ class RankState(NamedTuple):
     """Entries other than weights: ``args`` (not in the oldest files), ``checkpoint_version``, ``iteration``, ..."""
     version: float
     """Checkpoint version, which determines the row order of the fused QKV weight."""
-    chunks: tuple[Mapping[str, torch.Tensor], ...]
+    chunks: tuple[Mapping[str, Tensor], ...]
     """Weights of each model chunk by flat name, in the order of the file."""
 
 
@@ -104,8 +104,10 @@ def read_ranks(path: Path) -> dict[Rank, RankState]:
         CheckpointError: If there is no checkpoint, or a rank is missing, damaged or unsafe.
     """
     with tempfile.TemporaryDirectory(prefix="lightning_megatron_") as temporary:
-        is_zip = path.is_file() and path.suffix == ".zip"
-        files = _rank_files(_unpack(path, Path(temporary)) if is_zip else path)
+        unpacked = path
+        if path.is_file() and path.suffix == ".zip":
+            unpacked = _unpack(path, Path(temporary))
+        files = _rank_files(unpacked)
         if not files:
             raise CheckpointError(
                 f"{path} is no checkpoint of Megatron-LM: it has no directories mp_rank_TT[_PPP] with {MODEL_FILES[0]}"
@@ -177,9 +179,9 @@ def _read_rank(file: Path) -> RankState:
     return RankState(metadata, float(version), chunks)
 
 
-def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _flatten(child, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, torch.Tensor) and not NO_WEIGHTS.search(name):
+    elif isinstance(value, Tensor) and not NO_WEIGHTS.search(name):
         yield name, value

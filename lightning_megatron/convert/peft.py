@@ -338,12 +338,13 @@ def save_adapter(
     Raises:
         CheckpointError: On every rank, if a file cannot be written.
     """
-    from lightning_megatron.engine.collectives import call_on_all_ranks
+    # The engine's import takes seconds.
+    from lightning_megatron.engine.collectives import raise_on_all_ranks
 
     gathered = WeightGatherer(chunks, model, lambda key: is_adapter(key.name)).tensors()
     tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
 
-    def write() -> None:
+    with raise_on_all_ranks():
         if dist.get_rank() == 0:
             with (
                 failures_as_errors(f"adapter {directory} is not written"),
@@ -356,8 +357,6 @@ def save_adapter(
                     sort_keys=True,
                 )
                 (folder / CONFIG).write_text(f"{text}\n")
-
-    call_on_all_ranks(write)
 
 
 def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.rules import VOCABULARY
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Shard:
     """Shard of a tensor on this rank."""
 
     region: Region
-    data: torch.Tensor
+    data: Tensor
     """Shares the parameter's memory."""
     is_main_replica: bool
     """Whether this is the first of the replicas of the shard on all ranks and chunks (``replica_id`` 0)."""
@@ -116,7 +117,7 @@ def shards_of(chunks: Iterable[Any], model: ModelConfig) -> list[Shard]:
     return sorted(shards, key=lambda shard: (index[shard.region.key], shard.region.offset))
 
 
-def named_shards(chunks: Iterable[Any]) -> Iterator[tuple[Key, torch.Tensor]]:
+def named_shards(chunks: Iterable[Any]) -> Iterator[tuple[Key, Tensor]]:
     """This rank's shards of all tensors of a checkpoint with their keys, also of those without a ``Rule``."""
     for _, parts in sharded_parameters(chunks):
         for part in parts:
@@ -126,7 +127,7 @@ def named_shards(chunks: Iterable[Any]) -> Iterator[tuple[Key, torch.Tensor]]:
 
 def sharded_parameters(
     chunks: Iterable[Any],
-) -> Iterator[tuple[torch.Tensor, list[ShardedTensor]]]:
+) -> Iterator[tuple[Tensor, list[ShardedTensor]]]:
     """Each parameter with its sharded tensors in checkpoints: one, or two for a gated linear layer."""
     # Imported here, as reading headers needs no engine, whose import takes seconds.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -181,9 +182,7 @@ def host_group() -> Any:
 
 def all_gather(value: Any) -> list[Any]:
     """The ``value`` of each rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=host_group())
-    return values
+    return gather_objects(value, host_group())
 
 
 def sorted_keys(keys: Iterable[Key], model: ModelConfig) -> list[Key]:

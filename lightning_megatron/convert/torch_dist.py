@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -164,7 +165,7 @@ class DistributedSource(Source):
         self.check(model, found, expected)
         return {key: tensor.dtype for key, tensor in found.items()}
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Region) -> Tensor:
         """See ``Source``."""
         name, index = self._found[region.key].location
         one_each = (1,) * len(index)
@@ -290,9 +291,9 @@ class CoreSource(DistributedSource):
 class _Planner(DefaultLoadPlanner):
     """Load planner that reads every item into one tensor."""
 
-    def __init__(self, target: torch.Tensor) -> None:
+    def __init__(self, target: Tensor) -> None:
         super().__init__()
         self._target = target
 
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._target

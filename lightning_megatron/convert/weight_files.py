@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.convert.source import Stored
@@ -49,14 +50,14 @@ class WeightFiles:
         self,
         name: str,
         box: tuple[slice, ...],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Read a slice of a tensor; may be a view of the mapped file, so copy before keeping it.
 
         Raises:
             CheckpointError: If the file cannot be read or is truncated.
         """
         stored = self.tensors[name]
-        if isinstance(stored.location, torch.Tensor):
+        if isinstance(stored.location, Tensor):
             return stored.location[box]
         from safetensors import safe_open
 
@@ -67,7 +68,7 @@ class WeightFiles:
                 self._file = file
                 self._mapped = 0
             self._mapped += stored.num_bytes
-            part: torch.Tensor = self._opened.get_slice(name)[box]
+            part: Tensor = self._opened.get_slice(name)[box]
             return part
 
     def are_equal(self, one: str, other: str) -> bool:
@@ -176,7 +177,7 @@ def _read_pickled(file: Path) -> dict[str, Stored]:
         raise error
     tensors = {}
     for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise error
         tensors[name] = Stored(tuple(tensor.shape), tensor.dtype, tensor)
     return tensors
@@ -185,7 +186,7 @@ def _read_pickled(file: Path) -> dict[str, Stored]:
 def write_weight_file(
     folder: Path,
     name: str,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     """Write and sync one weight file.
 

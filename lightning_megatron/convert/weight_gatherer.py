@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.convert.registry import rules_of
 from lightning_megatron.convert.shards import (
@@ -61,7 +62,8 @@ class WeightGatherer:
             for index, region in enumerate(regions):
                 parts = found.setdefault(region.key, {})
                 parts.setdefault(region.offset, _Part(rank, index, region))
-        self._parts = {key: list(found[key].values()) for key in sorted_keys(found, model)}
+        keys = sorted_keys(found, model)
+        self._parts = {key: list(found[key].values()) for key in keys}
 
     def contents(self) -> dict[str, Stored]:
         """Shape and dtype of each Hugging Face tensor, in the order of ``tensors``."""
@@ -69,10 +71,11 @@ class WeightGatherer:
         for key, parts in self._parts.items():
             region = parts[0].region
             tensors = self._rules[key.name].tensors(region.shape, key.layer, key.expert)
-            contents |= {name: Stored(shape, region.dtype) for name, shape in tensors.items()}
+            for name, shape in tensors.items():
+                contents[name] = Stored(shape, region.dtype)
         return contents
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield name and values of each Hugging Face tensor: CPU tensors of the parameters' dtype on rank 0, else None.
 
         A tensor may share memory with a parameter.
@@ -84,14 +87,16 @@ class WeightGatherer:
             if tensor is None:
                 yield from ((name, None) for name in names if name)
                 continue
-            rows = tensor if rule.order is None else tensor[torch.argsort(rule.order)]
-            parts = rows.split(rule.rows or len(rows))
+            if rule.order is not None:
+                tensor = tensor[torch.argsort(rule.order)]
+            parts = tensor.split(rule.rows or len(tensor))
             for name, part in zip(names, parts, strict=True):
+                if rule.transposed:
+                    part = part.t()
                 if name:
-                    values = part.t() if rule.transposed else part
-                    yield name, values.contiguous()
+                    yield name, part.contiguous()
 
-    def _gather(self, key: Key) -> torch.Tensor | None:
+    def _gather(self, key: Key) -> Tensor | None:
         """Gather one of Megatron's tensors, without padding, to rank 0; None on other ranks."""
         parts = self._parts[key]
         if dist.get_rank() != 0:
@@ -105,7 +110,8 @@ class WeightGatherer:
         tensor = torch.empty(first.shape, dtype=first.dtype)
         for part in parts:
             region = part.region.unpadded
-            tensor[region.slices] = self._receive(part)[: region.size[0]]
+            rows = self._receive(part)
+            tensor[region.slices] = rows[: region.size[0]]
         return tensor
 
     def _send(self, part: _Part) -> None:
@@ -114,7 +120,7 @@ class WeightGatherer:
         data = values.view(-1).view(torch.uint8)
         dist.send(data, 0, group=self._group)
 
-    def _receive(self, part: _Part) -> torch.Tensor:
+    def _receive(self, part: _Part) -> Tensor:
         if part.rank == 0:
             return self._shards[part.number].data.cpu()
         region = part.region

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.convert.progress import weights_progress
 from lightning_megatron.convert.shards import (
@@ -37,7 +38,7 @@ class WeightLoader:
         self, chunks: Iterable[Any], model: ModelConfig, sources: Sequence[Source]
     ) -> None:
         # The engine's import takes seconds.
-        from lightning_megatron.engine.collectives import call_on_all_ranks
+        from lightning_megatron.engine.collectives import raise_on_all_ranks
 
         self._chunks = list(chunks)
         self._model = model
@@ -47,15 +48,13 @@ class WeightLoader:
             shapes |= part
         keys = sorted_keys(shapes, model)
 
-        def match() -> dict[Key, tuple[Source, torch.dtype]]:
-            found: dict[Key, tuple[Source, torch.dtype]] = {}
+        self._found: dict[Key, tuple[Source, torch.dtype]] = {}
+        # The first rank compares tied tensors.
+        with raise_on_all_ranks():
             for source in sources:
                 expected = {key: shapes[key] for key in keys if source.holds(key)}
                 for key, dtype in source.match(model, expected).items():
-                    found[key] = source, dtype
-            return found
-
-        self._found = call_on_all_ranks(match)  # the first rank compares tied tensors
+                    self._found[key] = (source, dtype)
         self.missing = frozenset(shapes) - frozenset(self._found)
         """Tensors of the model that no source has (those of a head, or adapters); ``fill`` leaves them unchanged."""
 
@@ -75,7 +74,7 @@ class WeightLoader:
         Raises:
             CheckpointError: On every rank, if a file is damaged or a finite value overflows ``dtype``.
         """
-        from lightning_megatron.engine.collectives import call_on_all_ranks
+        from lightning_megatron.engine.collectives import raise_on_all_ranks
 
         if as_stored:
             for key, tensor in self.filled():
@@ -88,24 +87,21 @@ class WeightLoader:
             for shard in shards_of(self._chunks, self._model)
             if shard.region.key in self._found
         ]
-        with weights_progress("loading weights", sum(shard.data.nbytes for shard in shards)) as bar:
+        num_bytes = sum(shard.data.nbytes for shard in shards)
+        with weights_progress("loading weights", num_bytes) as bar, raise_on_all_ranks():
+            for shard in shards:
+                region = shard.region.unpadded
+                source, _ = self._found[region.key]
+                values = source.read(region)
+                num_rows = region.size[0]
+                target = shard.data[:num_rows]
+                shard.data[num_rows:] = 0
+                target.copy_(values)
+                if dtype is not None:
+                    check_overflow(region.key, values, target)
+                bar.update(shard.data.nbytes)
 
-            def fill_all() -> None:
-                for shard in shards:
-                    region = shard.region.unpadded
-                    source, _ = self._found[region.key]
-                    values = source.read(region)
-                    num_rows = region.size[0]
-                    target = shard.data[:num_rows]
-                    shard.data[num_rows:] = 0
-                    target.copy_(values)
-                    if dtype is not None:
-                        check_overflow(region.key, values, target)
-                    bar.update(shard.data.nbytes)
-
-            call_on_all_ranks(fill_all)
-
-    def filled(self) -> list[tuple[Key, torch.Tensor]]:
+    def filled(self) -> list[tuple[Key, Tensor]]:
         """This rank's parameters that ``fill`` writes, each after the key of its (first) tensor in the checkpoint."""
         filled = []
         for tensor, parts in sharded_parameters(self._chunks):
@@ -117,8 +113,8 @@ class WeightLoader:
 
 def check_overflow(
     name: object,
-    values: torch.Tensor,
-    rounded: torch.Tensor,
+    values: Tensor,
+    rounded: Tensor,
 ) -> None:
     """Raise if a finite value of ``values`` is infinite in ``rounded``."""
     # Counting costs several times as much as rounding, and hardly any weight has infinite values.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.progress import progress
@@ -19,13 +20,13 @@ from lightning_megatron.errors import DataError
 
 _ALIGNMENT = 16
 """Alignment in bytes of each tensor in the buffer, enough for every dtype."""
-Check: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
+Check: TypeAlias = Callable[[dict[str, Tensor]], None]
 """Raises if values of a batch are invalid."""
 Header: TypeAlias = list[tuple[str, torch.dtype, torch.Size]]
 """Name, dtype and shape of each tensor, in the order of the buffer."""
 
 
-def check_batch(batch: Any) -> dict[str, torch.Tensor]:
+def check_batch(batch: Any) -> dict[str, Tensor]:
     """The batch as a dict of tensors with the same number of rows, at least one.
 
     Raises:
@@ -36,7 +37,7 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
             f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors"
         )
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor) or value.dim() == 0:
             raise DataError(
                 f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}"
             )
@@ -53,8 +54,11 @@ def check_batch(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def broadcast_batch(
-    batch: Any, topology: Topology, device: torch.device, check: Check | None = None
-) -> dict[str, torch.Tensor]:
+    batch: Any,
+    topology: Topology,
+    device: torch.device,
+    check: Check | None = None,
+) -> dict[str, Tensor]:
     """Broadcast the source rank's batch to ``device`` on every rank of its replica. Collective over ``mp_group``.
 
     Args:
@@ -110,7 +114,7 @@ def _broadcast_header(header: Any, topology: Topology) -> Any:
     return box[0]
 
 
-def _empty_buffer(header: Header, device: torch.device) -> torch.Tensor:
+def _empty_buffer(header: Header, device: torch.device) -> Tensor:
     """Uninitialized buffer for all tensors: [bytes], uint8, pinned if on the CPU of a machine with a GPU."""
     num_bytes = sum(_size_bytes(dtype, shape) for _, dtype, shape in header)
     pinned = device.type == "cpu" and torch.cuda.is_available()
@@ -122,7 +126,7 @@ def _empty_buffer(header: Header, device: torch.device) -> torch.Tensor:
     )
 
 
-def pack(tensors: Mapping[str, torch.Tensor], header: Header) -> torch.Tensor:
+def pack(tensors: Mapping[str, Tensor], header: Header) -> Tensor:
     """Copy all tensors into one buffer: [bytes], uint8."""
     buffer = _empty_buffer(header, next(iter(tensors.values())).device)
     # Copied by element: a single element of a column has another stride than 1, and cannot be viewed as bytes.
@@ -131,7 +135,7 @@ def pack(tensors: Mapping[str, torch.Tensor], header: Header) -> torch.Tensor:
     return buffer
 
 
-def unpack(buffer: torch.Tensor, header: Header) -> dict[str, torch.Tensor]:
+def unpack(buffer: Tensor, header: Header) -> dict[str, Tensor]:
     """Tensors of ``header`` as views of the buffer."""
     tensors = {}
     start = 0

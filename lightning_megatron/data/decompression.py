@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
 from lightning_megatron.data.input_files import format_of
 from lightning_megatron.data.pieces import PIECE_BYTES
 

@@ -14,14 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
-from lightning_megatron.errors import ConfigError, DataError, require_choice
-
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
 from lightning_megatron.data.decompression import read_parts
+from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
 from lightning_megatron.data.input_files import (
     PLAIN_TEXT_KEY,
     find_files,
@@ -36,6 +30,12 @@ from lightning_megatron.data.pieces import (
     too_long,
 )
 from lightning_megatron.data.tables import NoText, cut_rows
+from lightning_megatron.errors import ConfigError, DataError, require_choice
+
+try:
+    import orjson as _orjson
+except ImportError:  # in the extra "data"
+    _orjson = None  # type: ignore[assignment]
 
 MAX_REPORTED = 20
 """Bad documents of a run that are reported one by one; further ones are only counted."""

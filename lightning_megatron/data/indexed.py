@@ -109,7 +109,11 @@ class IndexedDataset:
         """The tokens of all sequences, concatenated."""
         return np.frombuffer(self.files[".bin"], self.dtype)
 
-    def sequences(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    def sequences(
+        self,
+        begin: int,
+        end: int,
+    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Tokens of the sequences from ``begin`` to ``end - 1``, at least one, and the length of each."""
         lengths = self.lengths[begin:end]
         first = int(self.positions[begin]) // self.dtype.itemsize

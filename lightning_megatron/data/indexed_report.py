@@ -130,7 +130,11 @@ def _histogram(values: NDArray[Any]) -> list[dict[str, int]]:
     ]
 
 
-def _preview(dataset: IndexedDataset, number: int, tokenizer: Any) -> dict[str, Any]:
+def _preview(
+    dataset: IndexedDataset,
+    number: int,
+    tokenizer: Any,
+) -> dict[str, Any]:
     begin, end = dataset.document_bounds[number : number + 2]
     document = dataset.tokens[:0]
     if end > begin:

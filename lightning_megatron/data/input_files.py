@@ -20,12 +20,6 @@ from typing import Any, Literal, NoReturn
 
 from lightning_megatron.errors import ConfigError, DataError
 
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
-
-
 JSON_LINES_SUFFIXES = (".jsonl", ".json")
 """Suffixes of files with one JSON object per line; a directory search reads only the first."""
 COMPRESSION_SUFFIXES = (".gz", ".zst")

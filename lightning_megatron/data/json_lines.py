@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
 from lightning_megatron.data.decompression import read_parts
 from lightning_megatron.data.pieces import Piece, read_failure, too_long
 

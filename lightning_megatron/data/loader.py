@@ -46,7 +46,11 @@ class PassOrder:
 
 
 @lru_cache(maxsize=2)  # a batch may span two passes
-def _permutation(num_samples: int, seed: int, pass_index: int) -> NDArray[np.int64]:
+def _permutation(
+    num_samples: int,
+    seed: int,
+    pass_index: int,
+) -> NDArray[np.int64]:
     return np.random.default_rng((seed, pass_index)).permutation(num_samples)
 
 
@@ -246,7 +250,10 @@ class PassLoader:
 
 
 def _load_batches(
-    samples: Samples | None, batches: Iterator[list[int]], num_workers: int, seed: tuple[int, ...]
+    samples: Samples | None,
+    batches: Iterator[list[int]],
+    num_workers: int,
+    seed: tuple[int, ...],
 ) -> Iterator[Rows]:
     if samples is None:
         # A placeholder for the source rank's batch; its rows tell Lightning the batch size.

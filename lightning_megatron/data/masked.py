@@ -358,7 +358,11 @@ class MaskedObjective(Objective):
     ) -> None:
         """Write a sample into row ``row``; all random numbers come from ``state``."""
 
-    def _words(self, tokens: Ids, begins: Flags) -> tuple[Ids, list[int]]:
+    def _words(
+        self,
+        tokens: Ids,
+        begins: Flags,
+    ) -> tuple[Ids, list[int]]:
         """Positions of maskable tokens, ascending; the indices among them at which words begin, and their number.
 
         A token that continues a word belongs to the word before it even if a special token separates them: the engine

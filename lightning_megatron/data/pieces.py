@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
 from lightning_megatron.data.input_files import format_of
 
 PIECE_BYTES = 1 << 19

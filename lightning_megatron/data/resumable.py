@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.loader import TrainLoader
 from lightning_megatron.errors import ConfigError, DataError
 
 
-def _skip(sampler: Any, num_skipped: int, after_skipping: Callable[[], None]) -> Iterator[Any]:
+def _skip(
+    sampler: Any,
+    num_skipped: int,
+    after_skipping: Callable[[], None],
+) -> Iterator[Any]:
     batches = iter(sampler)
     for _ in range(num_skipped):
         next(batches, None)
@@ -96,8 +101,8 @@ class ResumableLoader:
         """Called when a batch is requested: those yielded before have been trained on."""
         self._is_resuming = False
         self._generator = loader.generator or getattr(sampler_of(loader), "generator", None)
-        self._random_state: torch.Tensor | None = None
-        self._generator_state: torch.Tensor | None = None
+        self._random_state: Tensor | None = None
+        self._generator_state: Tensor | None = None
         """Both at the beginning of the epoch."""
 
     @property
@@ -192,11 +197,11 @@ class OneShotIterator:
         raise StopIteration
 
 
-def _state_of(generator: torch.Generator | None) -> torch.Tensor | None:
+def _state_of(generator: torch.Generator | None) -> Tensor | None:
     return None if generator is None else generator.get_state()
 
 
-def _set_state(generator: torch.Generator | None, state: torch.Tensor | None) -> None:
+def _set_state(generator: torch.Generator | None, state: Tensor | None) -> None:
     if generator is not None and state is not None:
         generator.set_state(state)
 

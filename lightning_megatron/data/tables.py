@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from lightning_megatron.data.parquet import read_pages
-
-try:
-    import orjson as _orjson
-except ImportError:  # in the extra "data"
-    _orjson = None  # type: ignore[assignment]
 from lightning_megatron.data.decompression import MAX_EXPANSION, MIN_LARGEST_FILE
+from lightning_megatron.data.parquet import read_pages
 from lightning_megatron.data.pieces import Piece, read_failure
 
 _MAX_ROWS = 1 << 14

@@ -71,7 +71,9 @@ def let_workers_end(loader: object) -> None:
 
 
 def parallel_map(
-    function: Callable[[_Key], _Item], keys: Iterator[_Key], options: dict[str, Any]
+    function: Callable[[_Key], _Item],
+    keys: Iterator[_Key],
+    options: dict[str, Any],
 ) -> Iterator[_Item]:
     """Yield ``function(key)`` for each key in order, computed here or by worker processes that end with the iterator.
 

@@ -1,6 +1,7 @@
 """Lightning data modules, one a file, and their base.
 
-They decide who reads and where a run goes on; readers and loaders of samples are in ``data``.
+They decide who reads and where a run goes on; readers and loaders of samples are in ``data``. Imports ``data``,
+``steps`` and what is below them; ``module`` and ``cli`` import it.
 """
 
 from lightning_megatron.datamodules.base import MegatronDataModule

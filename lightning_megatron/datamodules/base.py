@@ -16,7 +16,7 @@ from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.data.loader import PassLoader, PassOrder, Shuffling, TrainLoader
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.splits import SPLIT_NAMES, SplitName
-from lightning_megatron.engine.collectives import call_on_all_ranks
+from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.errors import (
     LARGEST_BATCH,
     LARGEST_SEED,
@@ -98,21 +98,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
-        if rampup_batch_size is not None and len(rampup_batch_size) != 3:
-            raise ConfigError(
-                f"rampup_batch_size={list(rampup_batch_size)}: expected [start, increment, samples]"
-            )
-        for part, value in zip(
-            ("start", "increment", "samples"), rampup_batch_size or (), strict=False
-        ):
-            require_kind(f"rampup_batch_size: {part}", value, "int")
-            require_number(
-                f"rampup_batch_size: {part}",
-                value,
-                at_least=part != "samples",
-                at_most=LARGEST_SEED,
-            )
-        self.rampup = None if rampup_batch_size is None else BatchRampup(*rampup_batch_size)
+        self.rampup: BatchRampup | None = None
+        if rampup_batch_size is not None:
+            self.rampup = _rampup(rampup_batch_size)
         self._sources: dict[SplitName, Any] = {}
         self._train_loader: TrainLoader | None = None
         self._restored: dict[str, Any] = {}
@@ -136,15 +124,12 @@ class MegatronDataModule(LightningDataModule, ABC):
 
     def lengths(self, model: ModelConfig | None) -> dict[str, int]:
         """Lengths of a row for ``model`` that are known in advance, by the option that sets them."""
-        lengths = {
-            name: getattr(
-                self,
-                name,
-                None,
-            )
-            for name in ("seq_length", "pad_to_multiple_of")
-        }
-        return {name: length for name, length in lengths.items() if length is not None}
+        lengths = {}
+        for name in ("seq_length", "pad_to_multiple_of"):
+            length = getattr(self, name, None)
+            if length is not None:
+                lengths[name] = length
+        return lengths
 
     @abstractmethod
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
@@ -171,8 +156,9 @@ class MegatronDataModule(LightningDataModule, ABC):
             self._train_loader = None
             self._restored = {}
         run = self.run()
-        is_first = strategy.global_rank == 0
-        call_on_all_ranks(lambda: self.check(run) if is_first else None)
+        with raise_on_all_ranks():
+            if strategy.global_rank == 0:
+                self.check(run)
 
     @override
     def train_dataloader(self) -> TrainLoader:
@@ -191,9 +177,10 @@ class MegatronDataModule(LightningDataModule, ABC):
         self._restored = {}
         # The order may depend on the number of samples: a resumed run keeps the order it began with.
         order, samples = self._open("train", restored.get("num_samples", num_samples))
-        loader = TrainLoader(
-            samples, order, shape, None if counts_epochs else trainer.max_steps, self.num_workers
-        )
+        max_steps = None
+        if not counts_epochs:
+            max_steps = trainer.max_steps
+        loader = TrainLoader(samples, order, shape, max_steps, self.num_workers)
         self._train_loader = loader
         loader.state_dict = self.state_dict
         if is_reloaded:
@@ -220,18 +207,22 @@ class MegatronDataModule(LightningDataModule, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Position in the training samples, and the fingerprint of their order."""
-        if (loader := self._train_loader) is None:
+        loader = self._train_loader
+        if loader is None:
             return {}
-        position = vars(loader.position).copy()
-        order = loader.order
-        return {"train": position, "train_order": order.fingerprint, "num_samples": order.requested}
+        return {
+            "train": vars(loader.position).copy(),
+            "train_order": loader.order.fingerprint,
+            "num_samples": loader.order.requested,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved position, if this is a training run. Collective over the world."""
         if "train" not in state_dict or self._trainer().state.fn != TrainerFn.FITTING:
             return
-        if (loader := self._train_loader) is None:
+        loader = self._train_loader
+        if loader is None:
             self._restored = state_dict
             return
         num_samples = state_dict.get("num_samples", loader.order.requested)
@@ -259,15 +250,16 @@ class MegatronDataModule(LightningDataModule, ABC):
     def run(self) -> Run:
         """Settings of the Trainer's current function, known before any process is launched."""
         trainer = self._trainer()
-        stage = (
-            trainer.state.fn or TrainerFn.FITTING
-        )  # the command line checks before the Trainer starts
-        validates = stage == TrainerFn.FITTING and trainer.limit_val_batches > 0
+        # The command line checks before the Trainer starts.
+        stage = trainer.state.fn or TrainerFn.FITTING
+        splits = [_SPLIT_OF_STAGE[stage.value]]
+        if stage == TrainerFn.FITTING and trainer.limit_val_batches > 0:
+            splits.append("valid")
         return Run(
             shape=self._shape(data_parallel_rank=0),
             model=self.model(),
             train_step=getattr(trainer.lightning_module, "train_step", None),
-            splits=(_SPLIT_OF_STAGE[stage.value], *(("valid",) if validates else ())),
+            splits=tuple(splits),
         )
 
     def check_run(self, strategy: MegatronStrategy) -> None:
@@ -289,9 +281,8 @@ class MegatronDataModule(LightningDataModule, ABC):
         for name, length in self.lengths(run.model).items():
             strategy.parallel.check_sequence(length, limit, name=name)
         environment = strategy.cluster_environment
-        makes_data = (
-            type(self).prepare_data is not LightningDataModule.prepare_data
-        )  # called by Lightning later
+        # Called by Lightning later.
+        makes_data = type(self).prepare_data is not LightningDataModule.prepare_data
         # If a launcher has created all processes, setup() checks on rank 0 instead, and broadcasts the error.
         if not makes_data and (environment is None or not environment.creates_processes_externally):
             self.check(run)
@@ -306,7 +297,11 @@ class MegatronDataModule(LightningDataModule, ABC):
         order, samples = self._open(name, None)
         return PassLoader(samples, order.num_samples, self._shape(), self.num_workers)
 
-    def _restore_position(self, loader: TrainLoader, restored: dict[str, Any]) -> None:
+    def _restore_position(
+        self,
+        loader: TrainLoader,
+        restored: dict[str, Any],
+    ) -> None:
         loader.seek(restored["train"])
         if restored.get("train_order") != loader.order.fingerprint:
             rank_zero_warn(
@@ -318,39 +313,43 @@ class MegatronDataModule(LightningDataModule, ABC):
         """Refuse epochs of different lengths: Lightning reads the length once, unless it reloads the loader."""
         trainer = self._trainer()
         is_last = 0 <= (trainer.max_epochs or -1) <= loader.position.epoch + 1
-        if (
-            is_last
-            or trainer.reload_dataloaders_every_n_epochs == 1
-            or loader.next_epoch_has_same_length()
-        ):
+        if is_last or trainer.reload_dataloaders_every_n_epochs == 1:
+            return
+        if loader.next_epoch_has_same_length():
             return
         raise ConfigError(
             f"epoch {loader.position.epoch} has {len(loader)} steps and later ones differ, but Lightning uses the first"
             " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
         )
 
-    def _open(self, name: SplitName, num_samples: int | None) -> tuple[PassOrder, Samples | None]:
+    def _open(
+        self,
+        name: SplitName,
+        num_samples: int | None,
+    ) -> tuple[PassOrder, Samples | None]:
         """Order of samples on every rank, and the samples on ranks that read. Collective over the world.
 
         Rank 0 reads, and opens the samples first: it builds the caches that the others load.
         """
         strategy = self._strategy()
-
-        def open_if(is_reader: bool) -> Samples | None:
-            return call_on_all_ranks(lambda: self.open(name, num_samples) if is_reader else None)
-
-        samples = open_if(strategy.global_rank == 0)
-        size, fingerprint = strategy.broadcast(
-            None if samples is None else (len(samples), samples.fingerprint)
-        )
-        own = open_if(strategy.is_data_source and strategy.global_rank != 0)
+        is_first = strategy.global_rank == 0
+        samples: Samples | None = None
+        facts: tuple[int, str] | None = None
+        with raise_on_all_ranks():
+            if is_first:
+                samples = self.open(name, num_samples)
+                facts = (len(samples), samples.fingerprint)
+        size, fingerprint = strategy.broadcast(facts)
+        with raise_on_all_ranks():
+            if strategy.is_data_source and not is_first:
+                samples = self.open(name, num_samples)
         order = PassOrder(size, self.seed, self.shuffling, fingerprint, num_samples)
-        return order, own if samples is None else samples
+        return order, samples
 
     def _check_trainer(self, stage: str) -> None:
         trainer = self._trainer()
-        if stage in _SPLIT_OF_STAGE and not self.has_split(_SPLIT_OF_STAGE[stage]):
-            split = _SPLIT_OF_STAGE[stage]
+        split = _SPLIT_OF_STAGE.get(stage)
+        if split is not None and not self.has_split(split):
             call = TrainerFn(stage).value
             raise ConfigError(
                 f"{type(self).__name__} has no {split} split for trainer.{call}; give it data or a weight"
@@ -363,13 +362,15 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _check_validation_interval(self, num_steps: int) -> None:
         """Raise what Lightning would refuse, as ``ConfigError`` instead of an error with a traceback."""
         trainer = self._trainer()
-        interval = trainer.val_check_interval
         limit = trainer.limit_train_batches
-        num_steps = min(num_steps, limit) if isinstance(limit, int) else int(num_steps * limit)
-        counts_one_epoch = (
-            trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
-        )
-        if counts_one_epoch and isinstance(interval, int) and interval > num_steps > 0:
+        if isinstance(limit, int):
+            num_steps = min(num_steps, limit)
+        else:
+            num_steps = int(num_steps * limit)
+        if trainer.check_val_every_n_epoch is None or trainer.limit_val_batches <= 0:
+            return
+        interval = trainer.val_check_interval
+        if isinstance(interval, int) and interval > num_steps > 0:
             raise ConfigError(
                 f"val_check_interval={interval} is more than the {num_steps} training steps of a Lightning epoch; lower"
                 " it, set check_val_every_n_epoch=None to count steps over epochs, or limit_val_batches=0"
@@ -378,13 +379,13 @@ class MegatronDataModule(LightningDataModule, ABC):
     def _shape(self, data_parallel_rank: int | None = None) -> BatchShape:
         """Batch sizes of a step for a data-parallel rank, by default this one."""
         strategy = self._strategy()
+        if data_parallel_rank is None:
+            data_parallel_rank = strategy.data_parallel_rank
         return BatchShape(
             micro_batch_size=self.micro_batch_size,
             num_microbatches=strategy.num_microbatches,
             data_parallel_size=strategy.data_parallel_size,
-            data_parallel_rank=strategy.data_parallel_rank
-            if data_parallel_rank is None
-            else data_parallel_rank,
+            data_parallel_rank=data_parallel_rank,
             rampup=self.rampup,
         )
 
@@ -402,3 +403,17 @@ class MegatronDataModule(LightningDataModule, ABC):
                 f"{type(self).__name__} needs MegatronStrategy, got {type(strategy).__name__}; use it"
             )
         return strategy
+
+
+def _rampup(numbers: Sequence[int]) -> BatchRampup:
+    """The ramp-up ``[start, increment, samples]``, if these are numbers in range."""
+    if len(numbers) != 3:
+        raise ConfigError(
+            f"rampup_batch_size={list(numbers)}: expected [start, increment, samples]"
+        )
+    rampup = BatchRampup(*numbers)
+    for part, value in vars(rampup).items():
+        option = f"rampup_batch_size: {part}"
+        require_kind(option, value, "int")
+        require_number(option, value, at_least=part != "samples", at_most=LARGEST_SEED)
+    return rampup

@@ -14,10 +14,7 @@ from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.splits import SplitName
 from lightning_megatron.datamodules.base import MegatronDataModule
-from lightning_megatron.errors import (
-    ConfigError,
-    DataError,
-)
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import checks_options
 
 
@@ -65,19 +62,23 @@ class DatasetDataModule(MegatronDataModule):
             "valid": valid,
             "test": test,
         }
-        self._sources = {name: dataset for name, dataset in datasets.items() if dataset is not None}
+        for name, dataset in datasets.items():
+            if dataset is not None:
+                self._sources[name] = dataset
         if not self._sources:
             raise ConfigError(
                 "train=None, valid=None and test=None leave nothing to read; give at least one dataset"
             )
         self._collate = collate
-        self.shuffling = "every pass" if shuffle else "never"
+        if not shuffle:
+            self.shuffling = "never"
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> DatasetSamples:
-        if isinstance(folder := self._sources[name], str):
-            self._sources[name] = _load_dataset(folder)
-        return DatasetSamples(self._sources[name], self._collate)
+        dataset = self._sources[name]
+        if isinstance(dataset, str):
+            dataset = self._sources[name] = _load_dataset(dataset)
+        return DatasetSamples(dataset, self._collate)
 
 
 class DatasetSamples:
@@ -94,7 +95,11 @@ class DatasetSamples:
         DataError: If ``dataset`` is empty, a dict of splits, or not map-style.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
             raise DataError(
@@ -103,20 +108,20 @@ class DatasetSamples:
             )
         self._dataset = dataset
         self._collate = collate
-        # A Hugging Face dataset returns arrays twenty times as fast as lists.
-        kind: Any = (
-            getattr(dataset, "format", None)
-            if collate is None and hasattr(dataset, "with_format")
-            else None
-        )
-        is_lists = kind and kind["type"] is None
-        self._items = dataset.with_format("numpy", columns=kind["columns"]) if is_lists else dataset
+        self._items = dataset
+        if collate is None and hasattr(dataset, "with_format"):
+            kind: Any = getattr(dataset, "format", None)
+            if kind and kind["type"] is None:
+                # A Hugging Face dataset returns arrays twenty times as fast as lists.
+                self._items = dataset.with_format("numpy", columns=kind["columns"])
 
     @property
     def fingerprint(self) -> str:
         """The dataset's own fingerprint, if it has one (Hugging Face's do); else its length."""
         own = getattr(self._dataset, "_fingerprint", None)
-        return own if isinstance(own, str) else f"{len(self)} items"
+        if isinstance(own, str):
+            return own
+        return f"{len(self)} items"
 
     def __len__(self) -> int:
         """Number of items."""
@@ -129,37 +134,33 @@ class DatasetSamples:
             DataError: If items are not dicts, or cannot be stacked.
         """
         get_many = getattr(self._items, "__getitems__", None)
-        items = (
-            get_many(list(indices))
-            if get_many is not None
-            else [self._items[index] for index in indices]
-        )
+        if get_many is not None:
+            items = get_many(list(indices))
+        else:
+            items = [self._items[index] for index in indices]
         if self._collate is not None:
             batch = check_batch(self._collate(items))
-            if (rows := len(next(iter(batch.values())))) != len(indices):
+            rows = len(next(iter(batch.values())))
+            if rows != len(indices):
                 raise DataError(
                     f"collate gave {rows} rows for {len(indices)} items; return one row per item"
                 )
             return batch
         for index, item in zip(indices, items, strict=True):
             if not isinstance(item, Mapping) or item.keys() != items[0].keys():
-                has = ", ".join(map(repr, item)) if isinstance(item, Mapping) else "no keys"
+                has = "no keys"
+                if isinstance(item, Mapping):
+                    has = ", ".join(map(repr, item))
                 raise DataError(
                     f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
                     " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
                 )
-        return {
-            key: _stack(
-                key,
-                [item[key] for item in items],
-                indices,
-            )
-            for key in items[0]
-        }
+        return {key: _stack(key, [item[key] for item in items], indices) for key in items[0]}
 
 
 def _load_dataset(folder: str) -> Any:
     try:
+        # Imported here: the library is optional.
         from datasets import load_from_disk
     except ImportError as error:
         raise ConfigError(
@@ -167,17 +168,18 @@ def _load_dataset(folder: str) -> Any:
         ) from error
     try:
         return load_from_disk(folder)
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-    ) as error:  # the library raises IndexError if there are no rows
+    # The library raises IndexError if there are no rows.
+    except (OSError, ValueError, IndexError) as error:
         raise DataError(
             f"{folder} holds no dataset of save_to_disk ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
+def _stack(
+    key: str,
+    values: list[Any],
+    indices: Sequence[int],
+) -> Tensor:
     try:
         return torch.stack([_as_tensor(value) for value in values])
     except (TypeError, ValueError, RuntimeError) as error:
@@ -189,15 +191,11 @@ def _stack(key: str, values: list[Any], indices: Sequence[int]) -> Tensor:
 
 def _as_tensor(value: Any) -> Tensor:
     """Convert ``value`` to a CPU tensor; torch raises if it is not numeric."""
-    tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value)
+    if isinstance(value, Tensor):
+        tensor = value.cpu()
+    else:
+        tensor = torch.tensor(value)
     # torch has few operations for the larger unsigned integers.
-    return (
-        tensor.long()
-        if tensor.dtype
-        in (
-            torch.uint16,
-            torch.uint32,
-            torch.uint64,
-        )
-        else tensor
-    )
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = tensor.long()
+    return tensor

@@ -161,7 +161,11 @@ class IndexedDataModule(MegatronDataModule):
             self._objective(self.model()), self._parts(name, num_samples), self.index_cache
         )
 
-    def _parts(self, name: SplitName, num_samples: int | None) -> list[Part]:
+    def _parts(
+        self,
+        name: SplitName,
+        num_samples: int | None,
+    ) -> list[Part]:
         blend, split = self._sources[name]
         common = {
             "split": split,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.data.splits import SPLIT_NAMES, SplitName, parse_split
-from lightning_megatron.errors import (
-    ConfigError,
-    DataError,
-)
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import ModelConfig
 
 
-def split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitName, tuple[Any, str]]:
+def split_sources(
+    data_path: Any,
+    split: str,
+    **own_paths: Any,
+) -> dict[SplitName, tuple[Any, str]]:
     """Path of each split that has data, and the weights by which the splits of this path divide it.
 
     Args:
@@ -25,12 +26,10 @@ def split_sources(data_path: Any, split: str, **own_paths: Any) -> dict[SplitNam
     """
     alone: dict[Any, Any] = {name: path for name, path in own_paths.items() if path is not None}
     if (data_path is None) != bool(alone):
-        given = (
-            ", ".join(f"{name}_data_path={path}" for name, path in alone.items())
-            or "no path of a single split"
-        )
+        given = ", ".join(f"{name}_data_path={path}" for name, path in alone.items())
         raise ConfigError(
-            f"data_path={data_path} with {given}: expected data_path and split, or only paths of splits"
+            f"data_path={data_path} with {given or 'no path of a single split'}: expected data_path and split, or "
+            "only paths of splits"
         )
     if data_path is None:
         weights_alone = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}

@@ -11,16 +11,16 @@ the same input on every rank.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
 from lightning_megatron.models.transformer_config import ACTIVATIONS
@@ -235,7 +235,7 @@ class Classifier(MegatronModule):
         """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
         forks = self.sequence_parallel and self.training and self.dropout.p > 0.0
         # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
-        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+        with forked(forks):
             dropped = self.dropout(hidden)
         logits: Tensor = self.dense(dropped)
         if self.sequence_parallel:

@@ -45,7 +45,9 @@ def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.Modul
         chunk_class = BertChunk if model.architecture == "bert" else GPTChunk
         create_chunk = partial(chunk_class, model, transformer_config(model, settings))
     vpp = settings.parallel.vpp
-    stages: Iterable[int | None] = [None] if vpp is None else range(vpp)
+    stages: Iterable[int | None] = [None]
+    if vpp is not None:
+        stages = range(vpp)
     try:
         chunks = torch.nn.ModuleList()
         for stage in stages:

@@ -56,7 +56,9 @@ class Chunk(LanguageModule):
         """
         super().__init__(config=config)
         self.description = model
-        self.context = ContextParallel(config) if config.context_parallel_size > 1 else None
+        self.context: ContextParallel | None = None
+        if config.context_parallel_size > 1:
+            self.context = ContextParallel(config)
         self._padded_vocab_size = model.padded_vocab_size(config.tensor_model_parallel_size)
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = vp_stage

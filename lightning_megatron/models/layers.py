@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import (
     CrossAttention,
@@ -19,7 +17,7 @@ from megatron.core.transformer.attention import (
     SelfAttentionSubmodules,
 )
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -40,6 +38,7 @@ from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.context import ContextParallelAttention
 from lightning_megatron.engine.ops.experts import GroupedExperts
 from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllHeads
+from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.recompute import RecomputedOutput
 from lightning_megatron.engine.ops.router import Router
 from lightning_megatron.models.config import ModelConfig
@@ -72,16 +71,20 @@ def layer_spec(
         number: Global layer number, from 0; some families have two types of layers.
         has_cross_attention: Whether the layer attends to an encoder, too.
     """
-    cross = ModuleSpec(
-        module=CrossAttention,
-        params={"attn_mask_type": AttnMaskType.padding},
-        submodules=CrossAttentionSubmodules(
-            linear_q=ColumnParallelLinear,
-            linear_kv=ColumnParallelLinear,
-            core_attention=_attention_class(config),
-            linear_proj=RowParallelLinear,
-        ),
-    )
+    cross: dict[str, Any] = {}
+    if has_cross_attention:
+        cross["pre_cross_attn_layernorm"] = Norm
+        cross["cross_attn_bda"] = BiasDropoutAdd
+        cross["cross_attention"] = ModuleSpec(
+            module=CrossAttention,
+            params={"attn_mask_type": AttnMaskType.padding},
+            submodules=CrossAttentionSubmodules(
+                linear_q=ColumnParallelLinear,
+                linear_kv=ColumnParallelLinear,
+                core_attention=_attention_class(config),
+                linear_proj=RowParallelLinear,
+            ),
+        )
     fc2 = _output_linear(
         model,
         has_bias=model.add_bias_linear,
@@ -105,9 +108,7 @@ def layer_spec(
                 BiasDropoutAdd,
                 params={"probability": model.attention_output_dropout, **residual},
             ),
-            pre_cross_attn_layernorm=Norm if has_cross_attention else IdentityOp,
-            cross_attention=cross if has_cross_attention else IdentityOp,
-            cross_attn_bda=BiasDropoutAdd if has_cross_attention else IdentityFuncOp,
+            **cross,
             pre_mlp_layernorm=norm_spec(model) if model.has_mlp_norm else IdentityOp,
             mlp=mlp,
             mlp_bda=ModuleSpec(BiasDropoutAdd, params=residual),
@@ -117,9 +118,12 @@ def layer_spec(
 
 
 def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
+    kind: type[TransformerLayer] = TransformerLayer
     if model.architecture == "t5":
-        return BiasedTransformerLayer
-    return ParallelTransformerLayer if model.parallel_attention else TransformerLayer
+        kind = BiasedTransformerLayer
+    elif model.parallel_attention:
+        kind = ParallelTransformerLayer
+    return kind
 
 
 def _experts(model: ModelConfig) -> ModuleSpec:
@@ -142,8 +146,12 @@ def norm_spec(model: ModelConfig) -> ModuleSpec:
 def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
     module: type[SelfAttention] = SelfAttention
     params: dict[str, Any] = {"attn_mask_type": _MASK_TYPES[model.architecture]}
-    factor = 1.0 if model.rope_scaling is None else model.rope_scaling.attention_factor
-    width = 0 if layer in model.no_rope_layers else model.rotary_width
+    factor = 1.0
+    if model.rope_scaling is not None:
+        factor = model.rope_scaling.attention_factor
+    width = model.rotary_width
+    if layer in model.no_rope_layers:
+        width = 0
     scales_part = factor != 1.0 and width < model.kv_channels
     differs = model.rotary_base_of_windows is not None or scales_part
     if differs and model.position_embedding_type == "rope":
@@ -193,22 +201,20 @@ def _linear_qkv(has_bias: bool, *args: Any, **kwargs: Any) -> ColumnParallelLine
 
 
 def _attention_class(config: TransformerConfig) -> type[SDPAttention]:
-    return ContextParallelAttention if config.context_parallel_size > 1 else SDPAttention
+    if config.context_parallel_size > 1:
+        return ContextParallelAttention
+    return SDPAttention
 
 
 def _core_attention(
     model: ModelConfig, config: TransformerConfig, layer: int
 ) -> Callable[..., SDPAttention]:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"softcap": model.attention_softcap}
     if model.position_embedding_type == "alibi":
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
-    window = model.sliding_window if model.has_window(layer) else None
-    return partial(
-        _attention_class(config),
-        sliding_window=window,
-        softcap=model.attention_softcap,
-        **options,
-    )
+    if model.has_window(layer):
+        options["sliding_window"] = model.sliding_window
+    return partial(_attention_class(config), **options)
 
 
 def block_spec(
@@ -327,7 +333,7 @@ class OutputLinear(RowParallelLinear):
         """Apply dropout to the input, [s, b, ffn/tp]."""
         if not self.training:
             return inputs
-        with get_cuda_rng_tracker().fork() if self.forks_rng else contextlib.nullcontext():
+        with forked(self.forks_rng):
             return (F.dropout(inputs[0], self.input_dropout),)
 
 
@@ -501,8 +507,9 @@ class ParallelTransformerLayer(TransformerLayer):
             mlp_input = mlp_norm.checkpoint(self.pre_mlp_layernorm, hidden_states)
         mlp_output, mlp_bias = self.mlp(mlp_input)
         output = attention_output + mlp_output
-        biases = [bias for bias in (proj_bias, mlp_bias) if bias is not None]
-        bias = sum(biases[1:], start=biases[0]) if biases else None
+        bias = mlp_bias
+        if proj_bias is not None:
+            bias = proj_bias if mlp_bias is None else proj_bias + mlp_bias
         if self.recompute_input_layernorm:
             for norm in norms:
                 norm.discard_output_and_register_recompute(output)

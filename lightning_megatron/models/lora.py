@@ -35,11 +35,11 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_adapter
 from lightning_megatron.models.config import ModelConfig
@@ -82,7 +82,8 @@ class Adapter(torch.nn.Module):
         rows, columns = weight.shape
         self.A = torch.nn.Parameter(weight.new_empty(sum(parts) * self.rank, columns))
         self.B = torch.nn.Parameter(weight.new_empty(rows, self.rank))
-        shard, full = (self.A, self.B) if self.is_row else (self.B, self.A)
+        shard = self.A if self.is_row else self.B
+        full = self.B if self.is_row else self.A
         set_tensor_model_parallel_attributes(shard, True, int(self.is_row), 1)
         # Megatron sums its gradients over the tp group, whose ranks have seen a shard of the sequence each.
         is_split = linear.config.sequence_parallel and linear.tp_group.size() > 1
@@ -142,7 +143,7 @@ class Adapter(torch.nn.Module):
         (linear,) = self.base
         # Each rank has different columns; with sequence parallelism the entire layer already runs in the RNG fork.
         forks = self.is_row and linear.tp_group.size() > 1 and not linear.sequence_parallel
-        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+        with forked(forks):
             projected = [
                 F.linear(F.dropout(x, self.dropout), of_adapter)
                 for of_adapter in self.A.split(self.rank)
@@ -187,7 +188,9 @@ def _matrix_of_rows(linear: ColumnParallelLinear, name: str, model: ModelConfig)
     if name == "linear_fc1":
         return torch.arange(2).repeat_interleave(linear.output_size_per_partition // 2)
     per_group = model.num_attention_heads // model.num_query_groups
-    matrices = [0] * per_group + [1, 2] if name == "linear_qkv" else [0, 1]
+    matrices = [0, 1]
+    if name == "linear_qkv":
+        matrices = [0] * per_group + [1, 2]
     rows = torch.tensor(matrices).repeat_interleave(model.kv_channels)
     rows = rows.repeat(model.num_query_groups)
     shard: Tensor = rows.chunk(linear.tp_group.size())[linear.tp_group.rank()]
@@ -220,23 +223,20 @@ def merged(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     Each rank merges its own shard, without communication. Needs memory for a second copy of the adapted weights.
     """
-    modules = [module for chunk in chunks for module in unwrap(chunk).modules()]
-    adapters = [
-        (parent, name, child)
-        for parent in modules
-        for name, child in parent.named_children()
-        if isinstance(child, Adapter)
-    ]
-    base_weights = [child.base[0].weight.data for _, _, child in adapters]
-    replaced = list(zip(adapters, base_weights, strict=True))
+    replaced: list[tuple[torch.nn.Module, str, Adapter, Tensor]] = []
+    for chunk in chunks:
+        for parent in unwrap(chunk).modules():
+            for name, child in parent.named_children():
+                if isinstance(child, Adapter):
+                    replaced.append((parent, name, child, child.base[0].weight.data))
     with torch.no_grad():
-        for (parent, name, child), weight in replaced:
+        for parent, name, child, weight in replaced:
             delattr(parent, name)
             updated = weight.float() + child.delta()
             child.base[0].weight.data = updated.to(weight.dtype)
     try:
         yield
     finally:
-        for (parent, name, child), weight in replaced:
+        for parent, name, child, weight in replaced:
             parent.add_module(name, child)
             child.base[0].weight.data = weight

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.models.config import RopeScaling
 
@@ -18,7 +19,7 @@ def inverse_frequencies(
     base: float,
     scaling: RopeScaling | None,
     seq_length: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotary frequencies of a head's pairs: [width / 2], float32, radians per position, on the CPU.
 
     Source: Su et al. 2021, RoFormer (arXiv 2104.09864), eq. 15.
@@ -32,7 +33,7 @@ def inverse_frequencies(
     """
     if scaling is None:
         exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-        wavelengths: torch.Tensor = base**exponents
+        wavelengths: Tensor = base**exponents
         return 1.0 / wavelengths
     return scaled_frequencies(
         asdict(scaling),
@@ -49,7 +50,7 @@ def scaled_frequencies(
     base: float,
     original: int,
     seq_length: int | None = None,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """Scaled frequencies, as ``inverse_frequencies``, and attention factor, computed by transformers.
 
     Args:
@@ -109,11 +110,11 @@ def rope_softmax_scale(
 
 
 def rotary_angles(
-    positions: torch.Tensor,
-    frequencies: torch.Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
     *,
     interleaved: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotary angles of each dimension at each token's position, in Megatron's order.
 
     Args:

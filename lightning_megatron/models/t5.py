@@ -8,7 +8,6 @@ blocks can be split anywhere: each of the two stacks has a config with its own `
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -30,6 +28,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.context import ContextParallel
 from lightning_megatron.engine.ops.masks import MASKED_SCORE
+from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.engine.shared_weights import SharedWeights, mark_shared_weight
 from lightning_megatron.models.config import ModelConfig
@@ -81,7 +80,9 @@ class T5Chunk(Chunk):
         super().__init__(model, config, vp_stage)
         number = (vp_stage or 0) * self.pp_group.size() + self.pp_group.rank()
         encoder_layers, _ = layers[number]
-        self._output_scale = model.hidden_size**-0.5 if model.scale_decoder_outputs else None
+        self._output_scale: float | None = None
+        if model.scale_decoder_outputs:
+            self._output_scale = model.hidden_size**-0.5
         self._input_tensor: Tensor | None = None
         stack = partial(T5Stack, model, config, vp_stage)
         self.encoder = stack(
@@ -238,7 +239,7 @@ class T5Stack(LayerStack):
             return hidden
         # With sequence parallelism each rank draws its own dropout mask, as in Megatron's TransformerBlock.
         forks = self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+        with forked(forks):
             return F.dropout(hidden, self.config.hidden_dropout, self.training)
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from lightning_megatron.engine.overrides import SAME_NAME_FIELDS, build_config
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -19,7 +20,7 @@ from lightning_megatron.models.config import Activation, ModelConfig
 from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.models.rotary import rope_softmax_scale
 
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
@@ -135,7 +136,7 @@ def _can_fuse_qkv_rope(model: ModelConfig, parallel: ParallelConfig) -> bool:
     return is_rotary and not model.qk_layernorm and model.num_query_groups >= parallel.tp
 
 
-def _skip_init(weight: torch.Tensor) -> torch.Tensor:
+def _skip_init(weight: Tensor) -> Tensor:
     """Return a new weight unchanged: models/build.py initializes it, the same on every layout.
 
     With ``perform_initialization=False`` megatron-core 0.16.1, tensor_parallel/layers.py, would not mark the weight as

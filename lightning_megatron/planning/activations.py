@@ -34,7 +34,12 @@ def ranks_per_token(run: PlannedRun) -> float:
     return run.parallel.ep * (1 - (1 - 1 / run.parallel.ep) ** run.model.experts.topk)
 
 
-def layer_bytes(run: PlannedRun, layer: int, *, recompute: bool = False) -> float:
+def layer_bytes(
+    run: PlannedRun,
+    layer: int,
+    *,
+    recompute: bool = False,
+) -> float:
     """Bytes of activations that a layer stores for one microbatch; norms and activations excluded with ``recompute``.
 
     Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated

@@ -92,7 +92,11 @@ def layer_flops(
     return 2.0 * products, 2.0 * scores
 
 
-def head_flops(model: ModelConfig, lengths: Sequence[int], padded_vocab_size: int) -> float:
+def head_flops(
+    model: ModelConfig,
+    lengths: Sequence[int],
+    padded_vocab_size: int,
+) -> float:
     """FLOPs of the head (all after the last layer) in the forward pass for one row."""
     if model.architecture != "bert":
         return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size

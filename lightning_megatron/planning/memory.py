@@ -51,5 +51,8 @@ def _activation_bytes(run: PlannedRun, pp_rank: int) -> float:
         return in_flight * kept
     # Layers are recomputed one at a time, after the logits have been freed.
     inputs = run.bytes_per_element * run.tokens_per_rank * run.model.hidden_size * len(layers)
-    inputs *= in_flight / (parallel.tp if parallel.uses_sequence_parallel else 1)
-    return inputs + max(0.0, kept / len(layers) - logits_bytes(run, pp_rank))
+    if parallel.uses_sequence_parallel:
+        in_flight /= parallel.tp
+    inputs *= in_flight
+    recomputed = kept / len(layers) - logits_bytes(run, pp_rank)
+    return inputs + max(0.0, recomputed)

@@ -12,7 +12,7 @@ from lightning_megatron.models.t5_layout import t5_layout
 def total_parameters(model: ModelConfig) -> int:
     """Number of parameters of the whole model, without vocabulary padding or copies of tied embeddings."""
     one_chunk = (model.num_layers + model.num_decoder_layers,)
-    return _chunk(model, one_chunk, 0, tp=1, vocab_size=model.vocab_size)
+    return _chunk(model, one_chunk, 0, ParallelConfig(), model.vocab_size)
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -38,7 +38,10 @@ def expert_parameters(model: ModelConfig, layer: int) -> int:
 
 
 def rank_parameters(
-    model: ModelConfig, layout: Sequence[int], *, tp: int, pp: int, pp_rank: int, ep: int = 1
+    model: ModelConfig,
+    layout: Sequence[int],
+    parallel: ParallelConfig,
+    pp_rank: int,
 ) -> int:
     """Number of parameters of all model chunks on one (tensor, pipeline) rank, the same for every tensor-parallel rank.
 
@@ -48,15 +51,13 @@ def rank_parameters(
         model: Model config.
         layout: Number of layers of each chunk in pipeline order, a T5's encoder before its decoder. Virtual stage v of
             pipeline rank p is chunk v * pp + p.
-        tp: Tensor parallel size.
-        pp: Pipeline parallel size.
+        parallel: Layout.
         pp_rank: Pipeline rank.
-        ep: Expert parallel size.
     """
-    padded = model.padded_vocab_size(tp)
+    padded = model.padded_vocab_size(parallel.tp)
     count = 0
-    for chunk in range(pp_rank, len(layout), pp):
-        count += _chunk(model, layout, chunk, tp=tp, vocab_size=padded, ep=ep)
+    for chunk in range(pp_rank, len(layout), parallel.pp):
+        count += _chunk(model, layout, chunk, parallel, padded)
     return count
 
 
@@ -71,7 +72,9 @@ def adapter_parameters(model: ModelConfig) -> int:
         if len(parts) == 1:
             out_sizes = (sum(out_sizes),)
         is_decoder = model.architecture == "t5" and name.startswith("decoder.")
-        layers = model.num_decoder_layers if is_decoder else model.num_layers
+        layers = model.num_layers
+        if is_decoder:
+            layers = model.num_decoder_layers
         for out_size, is_adapted in zip(out_sizes, parts, strict=True):
             if is_adapted:
                 count += layers * model.lora.rank * (in_size + out_size)
@@ -88,18 +91,24 @@ def chunk_layout(
 
 
 def _chunk(
-    model: ModelConfig, layout: Sequence[int], chunk: int, *, tp: int, vocab_size: int, ep: int = 1
+    model: ModelConfig,
+    layout: Sequence[int],
+    chunk: int,
+    parallel: ParallelConfig,
+    vocab_size: int,
 ) -> int:
+    tp = parallel.tp
     start = sum(layout[:chunk])
     end = start + layout[chunk]
     is_first = chunk == 0
     is_last = chunk == len(layout) - 1
     embedding = vocab_size // tp * model.hidden_size
-    count = sum(_layer(model, layer, tp, ep) for layer in range(start, end))
+    count = sum(_layer(model, layer, parallel) for layer in range(start, end))
     if model.position_embedding_type == "relative":
         # A table for encoder and decoder each, if in this chunk.
         buckets = model.relative_attention_num_buckets * model.num_attention_heads // tp
-        count += ((start < model.num_layers) + (end > model.num_layers)) * buckets
+        count += (start < model.num_layers) * buckets
+        count += (end > model.num_layers) * buckets
     if model.architecture == "t5" and start < model.num_layers <= end:
         count += _norm(model)
     if is_first:
@@ -120,11 +129,13 @@ def _chunk(
 
 def _bert_head_parameters(model: ModelConfig, vocab_rows: int) -> int:
     """Parameters of a BERT's head, without the weight of the output layer."""
-    rows = vocab_rows if model.has_output_layer else 0
     count = 0
-    for in_size, out_size, _ in bert_head(model, rows):
+    for in_size, out_size, _ in bert_head(model, vocab_rows):
         count += (in_size + 1) * out_size
-    return count + model.has_output_layer * 2 * model.hidden_size - rows * model.hidden_size
+    if model.has_output_layer:
+        # Two parameters of a norm for each channel, but no weight of the output layer.
+        count += (2 - vocab_rows) * model.hidden_size
+    return count
 
 
 def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -143,19 +154,24 @@ def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     }
 
 
-def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
+def _layer(
+    model: ModelConfig,
+    layer: int,
+    parallel: ParallelConfig,
+) -> int:
     """Number of parameters of one layer (counted from 0, a T5's decoder after its encoder) on one rank.
 
     Linears are split over tp; norms, routers and biases of row-parallel linears are replicated.
     """
     h = model.hidden_size
     linears = _linears(model)
-    num_attentions = 2 if layer >= model.num_layers else 1
+    num_attentions = 1 + (layer >= model.num_layers)
     qkv = sum(linears["linear_qkv"][1])
     up = sum(linears["linear_fc1"][1])
     width = model.ffn_hidden_size
-    experts = model.experts if model.has_experts(layer) else None
-    if experts is not None:
+    experts = None
+    if model.experts is not None and model.has_experts(layer):
+        experts = model.experts
         width = experts.shared_ffn_hidden_size
     # Key/value heads are split even if there are fewer than ranks: each rank keeps some of their rows.
     split = num_attentions * attention_weights(model) + mlp_matrices(model) * h * width
@@ -172,7 +188,8 @@ def _layer(model: ModelConfig, layer: int, tp: int, ep: int) -> int:
         # The router, and the gate of the shared MLP.
         replicated += experts.num_experts * h
         replicated += h * (width > 0 and experts.has_shared_gate)
-    return split // tp + replicated + expert_parameters(model, layer) // ep
+    routed = expert_parameters(model, layer) // parallel.ep
+    return split // parallel.tp + replicated + routed
 
 
 def attention_weights(model: ModelConfig) -> int:
@@ -188,7 +205,7 @@ def mlp_matrices(model: ModelConfig) -> int:
 
 def _norm(model: ModelConfig, width: int | None = None) -> int:
     has_bias = model.normalization == "LayerNorm" and model.norm_bias
-    return (width or model.hidden_size) * (2 if has_bias else 1)
+    return (width or model.hidden_size) * (1 + has_bias)
 
 
 def bert_head(
@@ -205,6 +222,8 @@ def bert_head(
     if model.task == "pretraining":
         linears.append((h, 2, 1))
     elif not model.has_output_layer:
-        tokens = 1 if model.has_pooler else seq_length
+        tokens = seq_length
+        if model.has_pooler:
+            tokens = 1
         linears.append((h, model.num_labels, tokens))
     return linears

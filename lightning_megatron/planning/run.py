@@ -58,7 +58,8 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """Tokens of a step over all ranks, padding included."""
-        return self.micro_batch_size * sum(self.lengths) * self.parallel.num_microbatches * self.dp
+        rows = self.micro_batch_size * self.parallel.num_microbatches * self.dp
+        return rows * sum(self.lengths)
 
     @property
     def tokens_per_rank(self) -> float:
@@ -72,22 +73,16 @@ class PlannedRun:
 
     def layers(self, pp_rank: int) -> list[int]:
         """Indices in the whole model of a stage's layers, a T5's decoder after its encoder."""
-        ends = list(itertools.accumulate(self.chunks, initial=0))
-        own = range(pp_rank, len(self.chunks), self.parallel.pp)
-        return [layer for chunk in own for layer in range(ends[chunk], ends[chunk + 1])]
+        bounds = itertools.pairwise(itertools.accumulate(self.chunks, initial=0))
+        chunks = [range(*pair) for pair in bounds]
+        return list(itertools.chain(*chunks[pp_rank :: self.parallel.pp]))
 
     def parameters(self, pp_rank: int) -> dict[int, int]:
         """Number of parameters on one rank of a stage, by the size of the group that replicates them."""
         parallel = self.parallel
-        count = rank_parameters(
-            self.model,
-            self.chunks,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            pp_rank=pp_rank,
-            ep=parallel.ep,
-        )
-        experts = sum(expert_parameters(self.model, layer) for layer in self.layers(pp_rank))
+        count = rank_parameters(self.model, self.chunks, parallel, pp_rank)
+        layers = self.layers(pp_rank)
+        experts = sum(expert_parameters(self.model, layer) for layer in layers)
         experts //= parallel.ep
         replicas = self.dp * parallel.cp
         expert_replicas = replicas * parallel.tp // parallel.ep
@@ -95,9 +90,10 @@ class PlannedRun:
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
-        adapters = adapter_parameters(self.model) / (self.parallel.tp * self.parallel.pp)
+        parallel = self.parallel
+        adapters = adapter_parameters(self.model) / (parallel.tp * parallel.pp)
         if adapters:
-            return {self.dp * self.parallel.cp: adapters}
+            return {self.dp * parallel.cp: adapters}
         return {**self.parameters(pp_rank)}
 
     def optimizer_parameters(self, pp_rank: int) -> float:

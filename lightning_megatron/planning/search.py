@@ -41,7 +41,11 @@ class Plan:
 
 def plan(run: PlannedRun, device: Device) -> Plan:
     """Estimate memory and step time of a run."""
-    return Plan(run=run, memory=memory(run), time=step_time(run, device))
+    return Plan(
+        run=run,
+        memory=memory(run),
+        time=step_time(run, device),
+    )
 
 
 def _seconds(plan: Plan) -> float:
@@ -52,7 +56,11 @@ def _fits(plan: Plan, device: Device) -> bool:
     return plan.memory.total <= (1 - _RESERVED) * device.memory
 
 
-def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]:
+def plans(
+    run: PlannedRun,
+    global_batch_size: int,
+    device: Device,
+) -> list[Plan]:
     """Layouts that fit, fastest first: the best one for each tp, pp and cp, with and without vpp.
 
     Tensor and context parallelism stay within a host of eight GPUs. Sequence parallelism is used wherever possible with
@@ -90,7 +98,8 @@ def plans(run: PlannedRun, global_batch_size: int, device: Device) -> list[Plan]
             f"memory: expected at least {needed:.1f} GiB a GPU (tp={parallel.tp} pp={parallel.pp} cp={parallel.cp}, "
             f"recompute={smallest.run.recompute}), got {device.memory / GIB:.1f} GiB; use more GPUs or shorter rows"
         )
-    return sorted((_balance(even, device) for even in best.values()), key=_seconds)
+    balanced = [_balance(even, device) for even in best.values()]
+    return sorted(balanced, key=_seconds)
 
 
 def _balance(even: Plan, device: Device) -> Plan:
@@ -101,7 +110,7 @@ def _balance(even: Plan, device: Device) -> Plan:
         return even
     best = even
     for first, last in _uneven_ends(run):
-        ends: dict[str, Any] = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
+        ends: Any = dict(zip(UNEVEN_STAGES, (first, last), strict=True))
         uneven = replace(run, parallel=replace(parallel, **ends))
         if not _is_valid(uneven):
             continue
@@ -167,7 +176,11 @@ def _splits(run: PlannedRun) -> Iterator[tuple[int, int, int]]:
             yield tp, cp, pp
 
 
-def _virtual_stages(run: PlannedRun, pp: int, num_microbatches: int) -> list[int | None]:
+def _virtual_stages(
+    run: PlannedRun,
+    pp: int,
+    num_microbatches: int,
+) -> list[int | None]:
     """Sizes of vpp: None, and those of an interleaved schedule if there can be one."""
     if pp == 1 or num_microbatches % pp != 0:
         return [None]

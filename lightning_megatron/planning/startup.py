@@ -41,14 +41,7 @@ def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
             f"(the first {model.num_layers} are the encoder's)"
         )
     for pp_rank in range(parallel.pp):
-        count = rank_parameters(
-            model,
-            layout,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            pp_rank=pp_rank,
-            ep=parallel.ep,
-        )
+        count = rank_parameters(model, layout, parallel, pp_rank)
         for tp_rank in range(parallel.tp):
             rank = f"({tp_rank}, {pp_rank})"
             lines.append(f"Number of parameters on (tensor, pipeline) rank {rank}: {count}")

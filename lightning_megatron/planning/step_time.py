@@ -103,8 +103,9 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
     ranks = range(parallel.pp)
     stages = [microbatch_time(run, rank, device) for rank in ranks]
     slowest = max(stages, key=lambda stage: stage.total)
-    bubble = (sum(stage.total for stage in stages) - slowest.total) / parallel.num_model_chunks
-    fullest = max(ranks, key=lambda rank: sum(run.parameters(rank).values()))
+    others = sum(stage.total for stage in stages) - slowest.total
+    sizes = [sum(run.parameters(rank).values()) for rank in ranks]
+    fullest = sizes.index(max(sizes))
     trained = run.trained(fullest)
     updated = run.optimizer_parameters(fullest) * _STEP_TRAFFIC
     accumulated = sum(trained.values()) * _GRADIENT_TRAFFIC
@@ -117,12 +118,16 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
         other=m * slowest.other,
         optimizer=(updated + accumulated) / (_MEMORY_SHARE * device.memory_bandwidth),
         communication=m * slowest.communication + exposed,
-        bubble=bubble,
+        bubble=others / parallel.num_model_chunks,
         idle=_IDLE + m * slowest.idle,
     )
 
 
-def _reduction_seconds(run: PlannedRun, trained: Mapping[int, float], device: Device) -> float:
+def _reduction_seconds(
+    run: PlannedRun,
+    trained: Mapping[int, float],
+    device: Device,
+) -> float:
     """Seconds in which gradients are reduced and updated weights gathered over the replicas."""
     ranks_of_a_stage = run.dp * run.parallel.cp * run.parallel.tp
     seconds = 0.0
@@ -158,7 +163,11 @@ def microbatch_time(run: PlannedRun, pp_rank: int, device: Device) -> StepTime:
     return replace(busy, idle=max(0.0, host - busy.total))
 
 
-def _flops_of_a_row(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> tuple[float, float]:
+def _flops_of_a_row(
+    run: PlannedRun,
+    pp_rank: int,
+    layers: Sequence[int],
+) -> tuple[float, float]:
     """FLOPs of matrix products and of attention scores that one row takes in a stage, forward and backward."""
     model = run.model
     flops = [layer_flops(model, run.lengths, layer) for layer in layers]
@@ -192,7 +201,11 @@ def _repeated_share(run: PlannedRun) -> float:
     return shares[run.recompute]
 
 
-def _other_traffic(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> float:
+def _other_traffic(
+    run: PlannedRun,
+    pp_rank: int,
+    layers: Sequence[int],
+) -> float:
     """Bytes that a stage moves in device memory outside of matrix products and attention."""
     model = run.model
     activations = sum(layer_bytes(run, layer) for layer in layers)
@@ -206,7 +219,11 @@ def _other_traffic(run: PlannedRun, pp_rank: int, layers: Sequence[int]) -> floa
     return traffic
 
 
-def _exposed_communication(run: PlannedRun, layers: Sequence[int], device: Device) -> float:
+def _exposed_communication(
+    run: PlannedRun,
+    layers: Sequence[int],
+    device: Device,
+) -> float:
     """Seconds of communication that no computation hides."""
     parallel = run.parallel
     tokens = run.bytes_per_element * run.tokens_per_rank / len(run.lengths)
@@ -238,8 +255,10 @@ def _dispatch_seconds(
     parallel = run.parallel
     if model.experts is None or parallel.ep == 1:
         return 0.0
-    split = parallel.tp if parallel.uses_sequence_parallel else 1
-    dispatch = 4 * ranks_per_token(run) * hidden_bytes / split * (1 - 1 / parallel.ep)
+    dispatch = 4 * ranks_per_token(run) * hidden_bytes
+    if parallel.uses_sequence_parallel:
+        dispatch /= parallel.tp
+    dispatch *= 1 - 1 / parallel.ep
     dispatch *= _EXPERTS_SLOWDOWN / _link(device, parallel.ep, stride=1)
     return dispatch * sum(model.has_experts(layer) for layer in layers)
 
@@ -250,8 +269,10 @@ def _host_seconds(run: PlannedRun, layers: Sequence[int]) -> float:
     for layer in layers:
         is_decoder = layer >= run.model.num_layers
         launches += _HOST_DECODER if is_decoder else 1.0
-    slowdown = _HOST_TP if run.parallel.tp > 1 else 1.0
-    return _HOST * launches * slowdown * (1 + _repeated_share(run))
+    seconds = _HOST * launches
+    if run.parallel.tp > 1:
+        seconds *= _HOST_TP
+    return seconds * (1 + _repeated_share(run))
 
 
 def _exchanged_bytes(run: PlannedRun, layer: int) -> float:

@@ -104,7 +104,7 @@ class TrainStep(ABC):
         """Sequence lengths that context and sequence parallelism must be able to split, by their name in errors."""
         return {"seq_length": self.seq_length(batch)}
 
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+    def counts(self, batch: Batch) -> Mapping[str, Tensor] | None:
         """Number of targets of each loss term in a prepared batch, or None if unknown before the forward pass.
 
         It must equal the sum of the counts that ``loss_func`` returns for the microbatches. Steps with several terms
@@ -205,7 +205,7 @@ class MaskedLossStep(TrainStep):
         """Return the number of tokens per row."""
         return batch["tokens"].shape[1]
 
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor] | None:
+    def counts(self, batch: Batch) -> Mapping[str, Tensor] | None:
         """Return the sum of target weights of each term, known from the masks alone."""
         return {term: batch[mask].sum() for term, mask in self.masks.items()}
 

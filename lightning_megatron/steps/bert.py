@@ -190,11 +190,14 @@ class BertTrainStep(MaskedLossStep):
         if name == "labels" and self.model.has_output_layer:
             if "loss_mask" in batch:
                 labels = labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
-            limit, rule = self.model.vocab_size, "vocab_size"
+            limit = self.model.vocab_size
+            rule = "vocab_size"
         elif name == "labels":
-            limit, rule = self.model.num_labels, "num_labels"
+            limit = self.model.num_labels
+            rule = "num_labels"
         elif name == "next_sentence_label":
-            limit, rule = 2, "sentence orders"
+            limit = 2
+            rule = "sentence orders"
         else:
             return
         batch_checks.check_range(name, labels, limit, rule, base.IGNORED_LABELS)
@@ -277,7 +280,9 @@ class BertTrainStep(MaskedLossStep):
             # The softmax over positions includes padding, which must attend to tokens as in Hugging Face. As a segment
             # of its own it would attend to padding.
             mask = (mask == 0)[:, None, None, :]
-        labels = batch["targets"] if self.model.has_output_layer else None
+        labels = None
+        if self.model.has_output_layer:
+            labels = batch["targets"]
         output = model(
             batch["tokens"],
             batch.get("position_ids"),
@@ -315,7 +320,9 @@ class BertTrainStep(MaskedLossStep):
         """Output of each loss term: per-token losses [b, s], or logits [b, n] or [b, s, n]."""
         if self.model.task == "question_answering":
             return output.unbind(-1)  # type: ignore[no-any-return]
-        return output if isinstance(output, tuple) else (output,)
+        if isinstance(output, tuple):
+            return output
+        return (output,)
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self._problem == "regression":

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -181,7 +182,7 @@ class GPTTrainStep(MaskedLossStep):
         self,
         data_iterator: Iterator[Batch],
         model: torch.nn.Module,
-    ) -> tuple[torch.Tensor, LossFunc]:
+    ) -> tuple[Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
         output = model(
@@ -193,9 +194,7 @@ class GPTTrainStep(MaskedLossStep):
         return output, partial(self.loss_func, batch)
 
 
-def _tokens_and_targets(
-    batch: Batch, attention_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_and_targets(batch: Batch, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Input tokens and the target of each, [b, s] int64; ``IGNORE_INDEX`` for no target."""
     if "text" in batch:
         text = batch["text"].long()
@@ -212,7 +211,7 @@ def _tokens_and_targets(
 # ---- targets and documents, pure functions of tokens ----------------------------------------------------------------
 
 
-def document_ids(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+def document_ids(tokens: Tensor, eod_token: int) -> Tensor:
     """Number of each token's document within its row: [b, s] int64, from 1; an ``eod_token`` ends its document.
 
     Args:
@@ -223,7 +222,7 @@ def document_ids(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     return 1 + is_end.cumsum(-1) - is_end
 
 
-def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
+def document_positions(tokens: Tensor, eod_token: int) -> Tensor:
     """Position of each token within its document: [b, s] int64, from 0.
 
     Args:
@@ -243,9 +242,7 @@ def document_positions(tokens: torch.Tensor, eod_token: int) -> torch.Tensor:
     return positions - starts.cummax(-1).values
 
 
-def intersect_segments(
-    documents: torch.Tensor, attention_mask: torch.Tensor | None
-) -> torch.Tensor:
+def intersect_segments(documents: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Split the segments of an attention mask by document: [b, s] int64.
 
     Args:
@@ -259,7 +256,7 @@ def intersect_segments(
     )
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+def shift_labels(labels: Tensor) -> Tensor:
     """Turn labels at the tokens' own positions into targets of the positions that predict them.
 
     Args:
@@ -273,7 +270,7 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return shifted
 
 
-def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def next_tokens(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Next token of each position as its target, except padding and predictions from padding.
 
     The mask identifies padding, not the token id: a model that pads with the end-of-text token still learns that token.
@@ -298,9 +295,9 @@ def next_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> to
 class TokenOutput(NamedTuple):
     """Output of the last stage for a microbatch."""
 
-    losses: torch.Tensor
+    losses: Tensor
     """[b, s], fp32: cross-entropy of the target."""
-    is_predicted: torch.Tensor
+    is_predicted: Tensor
     """[b, s], bool: whether the target is the most likely token."""
 
 

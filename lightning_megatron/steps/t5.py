@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.engine.objective import Batch, LossFunc
 from lightning_megatron.errors import DataError
@@ -133,7 +134,7 @@ class T5TrainStep(MaskedLossStep):
         self,
         data_iterator: Iterator[Batch],
         model: torch.nn.Module,
-    ) -> tuple[torch.Tensor, LossFunc]:
+    ) -> tuple[Tensor, LossFunc]:
         """Run a microbatch: per-token losses [b, s_dec] on the last stage, hidden states of both stacks before it."""
         batch = self.get_batch(data_iterator)
         output = model(
@@ -157,7 +158,7 @@ def _renamed(batch: Batch) -> Batch:
     )
 
 
-def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def shift_right(labels: Tensor, model: ModelConfig) -> Tensor:
     """Decoder input for ``labels``, as in Hugging Face's T5: the start token and all labels but the last.
 
     Args:
@@ -170,7 +171,7 @@ def shift_right(labels: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     return shifted
 
 
-def visible_keys(mask: torch.Tensor) -> torch.Tensor:
+def visible_keys(mask: Tensor) -> Tensor:
     """Reduce a mask [b, keys] or [b, queries, keys] to the keys visible to any query: [b, keys] int64, 1 or 0."""
     visible = mask > 0.5 if mask.is_floating_point() else mask != 0
     if visible.dim() == 3:

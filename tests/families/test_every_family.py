@@ -106,13 +106,7 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
     parallel = trainer.strategy.parallel
     is_t5 = name == "t5"
     cut = t5_layout(model, parallel) if is_t5 else parallel.layers_per_chunk(model.num_layers)
-    expected = rank_parameters(
-        model,
-        cut,
-        tp=layout.tp,
-        pp=layout.pp,
-        pp_rank=pp_rank,
-    )
+    expected = rank_parameters(model, cut, parallel, pp_rank)
     problems = (
         []
         if count == expected

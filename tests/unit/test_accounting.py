@@ -112,22 +112,13 @@ def test_active_parameters_and_flops_of_experts(name: str) -> None:
 def test_rank_parameters_of_stages_and_experts() -> None:
     # Hugging Face Accelerate, docs/source/usage_guides/megatron_lm.md: tp=2, pp=2, vocabulary padded to 50432.
     model = model_config(GPT2_LARGE)
-    layout = ParallelConfig(pp=2).layers_per_chunk(model.num_layers)
+    parallel = ParallelConfig(tp=2, pp=2)
+    layout = parallel.layers_per_chunk(model.num_layers)
     assert model.padded_vocab_size(2) == 50432
-    stages = [rank_parameters(model, layout, tp=2, pp=2, pp_rank=rank) for rank in range(2)]
+    stages = [rank_parameters(model, layout, parallel, rank) for rank in range(2)]
     assert stages == [210_753_280, 209_445_120]
     mixture = _build_both("MixtralForCausalLM", MIXTURES["Mixtral"])[0]
-    total, rank = (
-        rank_parameters(
-            mixture,
-            (4,),
-            tp=1,
-            pp=1,
-            pp_rank=0,
-            ep=ep,
-        )
-        for ep in (1, 4)
-    )
+    total, rank = (rank_parameters(mixture, (4,), ParallelConfig(ep=ep), 0) for ep in (1, 4))
     assert total - rank == 4 * 3 * (3 * 24 * 40)
 
 

@@ -13,6 +13,7 @@ Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/d
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,7 +32,6 @@ from lightning_megatron.engine.ops import masks
 from lightning_megatron.engine.ops.flex_attention import can_use_flex, compiled_flex, flex
 from lightning_megatron.engine.ops.key_value_cache import KeyValueCache
 from lightning_megatron.engine.ops.masks import Alibi, AlibiKind, Pattern
-from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.soft_cap import soft_capped
 from lightning_megatron.engine.ops.split_k import attend_split_k, num_key_splits
 from lightning_megatron.engine.ops.varlen_attention import (
@@ -160,7 +161,11 @@ class SDPAttention(MegatronModule):
         # Without a mask torch's kernels attend to all keys, or causally from the first key on.
         is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
-        with forked(dropout > 0.0 and self.forks_rng):
+        # Forking the tracker copies random states on the host, so only for actual dropout.
+        fork: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if dropout > 0.0 and self.forks_rng:
+            fork = get_cuda_rng_tracker().fork()
+        with fork:
             if step is not None:
                 added = step.additive_mask(window, self._alibi_of(q), q.dtype)
                 out = self._attend_dense(q, k, v, added, dropout)
