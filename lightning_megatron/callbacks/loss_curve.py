@@ -46,6 +46,7 @@ class LossCurve(LogDirCallback):
         Raises:
             ConfigError: If a number is out of range, or matplotlib does not write the suffix's format.
         """
+        # matplotlib's import takes a second.
         from matplotlib.backend_bases import FigureCanvasBase
 
         check_interval(every_n_steps)

@@ -83,6 +83,7 @@ class HuggingFaceSource(Source):
         self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
     ) -> dict[Key, torch.dtype]:
         """See ``Source``; prefixes, ignored keys and ties are those of transformers. Rank 0 compares tied tensors."""
+        # Its import takes seconds.
         import transformers
 
         family = family_of(model.family)

@@ -92,6 +92,7 @@ def save_hugging_face(
         ConfigError: If ``max_shard_size`` is not a size.
         CheckpointError: On every rank, if a file cannot be written; the directory's old weights are then intact.
     """
+    # Both imports take seconds.
     from huggingface_hub import split_state_dict_into_shards_factory
 
     from lightning_megatron.engine.collectives import raise_on_all_ranks
@@ -164,6 +165,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: On every rank, if the directory cannot be written.
     """
+    # The engine's import takes seconds.
     from lightning_megatron.engine.collectives import raise_on_all_ranks
 
     if path.is_dir():

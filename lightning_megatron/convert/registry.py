@@ -191,6 +191,7 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
         ConfigError: If the family is unknown, transformers refuses a field, a key does not exist, or the weights are
             quantized.
     """
+    # transformers' import takes seconds.
     from transformers import CONFIG_MAPPING
 
     fields = config_fields(model)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES, save_file
 from torch import Tensor
 
 from lightning_megatron.checkpoint.pickles import read_pickle
@@ -59,8 +61,6 @@ class WeightFiles:
         stored = self.tensors[name]
         if isinstance(stored.location, Tensor):
             return stored.location[box]
-        from safetensors import safe_open
-
         file: Path = stored.location
         with _damage_as_errors(file):
             if self._file != file or self._mapped > _MAX_MAPPED_BYTES:
@@ -134,8 +134,6 @@ def _indexed_files(index: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _damage_as_errors(file: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -150,9 +148,6 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: If the file cannot be read, is damaged, or has a dtype that torch does not know.
     """
-    from safetensors import safe_open
-    from safetensors.torch import _TYPES
-
     with _damage_as_errors(file), safe_open(file, framework="pt") as opened:
         tensors = {}
         for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -193,9 +188,6 @@ def write_weight_file(
     Raises:
         CheckpointError: If it cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     with failures_as_errors(f"weights file {folder / name} is not written"):
         try:
             save_file(dict(tensors), folder / name, metadata={"format": "pt"})

@@ -74,6 +74,7 @@ class WeightLoader:
         Raises:
             CheckpointError: On every rank, if a file is damaged or a finite value overflows ``dtype``.
         """
+        # The engine's import takes seconds.
         from lightning_megatron.engine.collectives import raise_on_all_ranks
 
         if as_stored:

@@ -121,6 +121,7 @@ def build_blend_index(
         counts: Samples in one pass over each dataset.
         num_samples: Samples needed, in as many passes as it takes; None for one pass.
     """
+    # Megatron's import takes seconds.
     from megatron.core.datasets import helpers
 
     is_weighted = weights[0] is not None

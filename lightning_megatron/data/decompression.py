@@ -95,6 +95,7 @@ def _decompressor(compression: str, size: int) -> tuple[Any, type[Exception]]:
     if compression == ".gz":
         # 16: with gzip's header and checksum.
         return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+    # In the extra "data".
     import zstandard
 
     window = min(max(_MIN_ZSTD_WINDOW, MAX_EXPANSION * size), _MAX_ZSTD_WINDOW)

@@ -158,6 +158,7 @@ def build_gpt_index(
         seed: Seed of both shuffles.
         keep_partial: Whether the tokens at the end that do not fill a sample are a sample, too.
     """
+    # Megatron's import takes seconds.
     from megatron.core.datasets import helpers
     from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike
+from tqdm import tqdm
 
 from lightning_megatron.data.indexed import (
     MAGIC,
@@ -141,8 +142,6 @@ def merge_datasets(inputs: Sequence[str], output_prefix: str) -> IndexedDataset:
         DataError: If an input is missing, damaged, foreign or cannot be combined with the others, or ``output_prefix``
             exists or cannot be written.
     """
-    from tqdm import tqdm
-
     if output_prefix.endswith((".bin", ".idx")) or not os.path.basename(output_prefix):
         raise DataError(
             f"output_prefix={output_prefix}: expected the prefix of two files, like data/corpus"

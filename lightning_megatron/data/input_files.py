@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from tqdm import tqdm
+
 from lightning_megatron.errors import ConfigError, DataError
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json")
@@ -143,8 +145,6 @@ def input_progress(
     delay: float = 0,
 ) -> Any:
     """A tqdm progress bar over the stored bytes of ``files``; 1 MB/s is 10**6 bytes per second."""
-    from tqdm import tqdm
-
     return tqdm(
         total=sum(path.stat().st_size for path in files),
         unit="B",

@@ -217,6 +217,7 @@ class RecordTokenizer:
         that the tokenizer does not count as part of a token, its mask is empty or extends to the end
         (transformers 5.23, tokenization_utils_base.py:apply_chat_template).
         """
+        # transformers' import takes seconds.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # As in apply_chat_template: many templates fail on keys whose value is None.

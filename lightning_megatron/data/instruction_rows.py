@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_megatron.data.instructions import Instructions
@@ -114,8 +115,6 @@ class InstructionSamples:
         ``input_ids``; ``labels``, -100 outside of answers and at the first token of each sample; ``attention_mask``,
         the number of the sample within its row, from 1, and 0 for padding; ``position_ids``, from 0 in each sample.
         """
-        import torch
-
         source = self.instructions
         members = [
             self._members[self._starts[index] : self._starts[index + 1]] for index in indices

@@ -232,6 +232,7 @@ class MaskedObjective(Objective):
             ConfigError: If the engine's index does not support the seed.
             DataError: If the documents give no sample, so that the engine would loop forever; with the reason.
         """
+        # Megatron's import takes seconds.
         from megatron.core.datasets.helpers import build_mapping
 
         if not 0 < part.seed < _MAX_INT32:

@@ -271,6 +271,7 @@ def split_sentences(
         language: ISO 639 code.
         keep_newlines: Keep the white space between two sentences at the end of the first; otherwise it is dropped.
     """
+    # In the extra "data".
     from sentencex import segment
 
     plain = text if text.isascii() else _WIDE_SPACE.sub(" ", text)
@@ -304,6 +305,7 @@ def _encode_all(
     Raises:
         RuntimeError: If a worker fails or is killed.
     """
+    # torch's import takes seconds.
     from lightning_megatron.data.workers import parallel_map
 
     options: dict[str, Any] = {}

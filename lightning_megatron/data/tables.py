@@ -27,6 +27,7 @@ def cut_rows(
 
     Texts stay in the dictionaries of the file, so that one that many rows share is in memory once.
     """
+    # In the extra "data".
     import pyarrow
     import pyarrow.parquet
 
@@ -76,6 +77,7 @@ def _column_problem(schema: Any, keys: Sequence[str]) -> dict[str, Any] | None:
 
     A column of lists can hold billions of items in a few bytes: only text is read.
     """
+    # In the extra "data".
     import pyarrow
 
     row: dict[str, Any] = dict.fromkeys(schema.names, "")

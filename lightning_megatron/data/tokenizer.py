@@ -35,6 +35,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise DataError(
             f"tokenizer directory {folder} is missing; train one with train-tokenizer --output {folder}"
         )
+    # transformers' import takes seconds.
     from transformers import AutoTokenizer
 
     check_growth(Path(folder))

@@ -118,6 +118,7 @@ def train_tokenizer(options: TokenizerTrainingOptions) -> TokenizerTrainingResul
         DataError: If an input is missing, unreadable or malformed, or there is no text in it; before hours of training,
             if ``output`` has a tokenizer or cannot be written.
     """
+    # Imported here: only training needs the library.
     from tokenizers import ByteLevelBPETokenizer
 
     existing = Path(options.output, "tokenizer.json")
@@ -172,6 +173,7 @@ def _texts_with_progress(
 
 
 def _save(tokenizer: Any, kind: ModelKind, folder: Path) -> None:
+    # transformers' import takes seconds.
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

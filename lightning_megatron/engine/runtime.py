@@ -30,9 +30,10 @@ from megatron.core.tensor_parallel.random import (
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.patches import CPU, patches, replacements
 
-_PP_STRIDE, _CP_STRIDE = 100, 100_000
-"""Distance between the seeds of two pipeline stages, as in Megatron-LM (training/initialize.py:_set_random_seed), and
-of two ranks of a cp group, which would use the same dropout masks for different tokens otherwise."""
+_PP_STRIDE = 100
+"""Distance between the seeds of two pipeline stages, as in Megatron-LM (training/initialize.py:_set_random_seed)."""
+_CP_STRIDE = 100_000
+"""Distance between those of two ranks of a cp group, which would use the same dropout masks for different tokens."""
 _DEFAULT_SEED = 1234
 
 

@@ -21,6 +21,7 @@ def _stop_criterion(
     size: int,
 ) -> StopStringCriteria:
     """Stop criterion, which takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
+    # transformers' import takes seconds.
     from transformers import StopStringCriteria
 
     try:
@@ -51,6 +52,7 @@ def stop_strings(
         ConfigError: If the tokenizer is not one of transformers, belongs to another model, or has no token that can end
             one of the strings.
     """
+    # transformers' import takes seconds.
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(tokenizer, (str, Path)):
