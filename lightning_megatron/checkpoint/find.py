@@ -111,11 +111,14 @@ def check_writable(folders: Iterable[Path]) -> None:
                 probe.write_bytes(b"")
                 probe.unlink()
             continue
-        existing = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-        )
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            obstacle = "read-only" if existing.is_dir() else "not a directory"
+        path = folder.absolute()
+        existing = next(each for each in (path, *path.parents) if each.exists())
+        obstacle = ""
+        if not existing.is_dir():
+            obstacle = "not a directory"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            obstacle = "read-only"
+        if obstacle:
             raise CheckpointError(
                 f"checkpoints cannot be saved in {folder}: {existing} is {obstacle}; give another dirpath"
             )
@@ -136,10 +139,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except FileNotFoundError:  # a directory of a store is gone as soon as its last file is
         paths = []
-    present = [path.name.partition(SUFFIX) for path in paths]
-    return [
-        folder / name for name in sorted({stem + suffix for stem, suffix, _ in present if suffix})
-    ]
+    names = set()
+    for path in paths:
+        stem, suffix, _ = path.name.partition(SUFFIX)
+        if suffix:
+            names.add(stem + suffix)
+    return [folder / name for name in sorted(names)]
 
 
 def was_never_finished(path: Path) -> bool:
@@ -169,12 +174,14 @@ def find_complete(
             found.append(_checkpoint_info(path))
         except (CheckpointError, FileNotFoundError) as error:
             if is_complete(path):  # otherwise another process may have removed it
-                rank_zero_warn(f"{error}. It is passed over, though all its files are there")
+                rank_zero_warn(f"{error}. Skipped, although complete")
             was_begun = path.is_symlink() and Path(f"{path.resolve()}{PARTIAL}").exists()
             if (path.is_symlink() or path.exists()) and not was_begun:
                 others.append(path)
     resumable = [info for info in found if info.has_optimizer]
-    return (resumable if to_resume and resumable else found), others
+    if to_resume and resumable:
+        return resumable, others
+    return found, others
 
 
 def find_newest(
@@ -190,9 +197,8 @@ def find_newest(
     Raises:
         CheckpointError: If there is none.
     """
-    path = as_path(
-        os.path.expanduser(str(path))
-    ).absolute()  # no shell has expanded a path in a YAML file
+    # No shell has expanded a path in a YAML file.
+    path = as_path(os.path.expanduser(str(path))).absolute()
     recovered = recover(path)
     others: list[Path] = []
     if (recovered / META).is_file() or not recovered.is_dir():
@@ -200,14 +206,16 @@ def find_newest(
         found = [_checkpoint_info(path)]
     else:
         found, others = find_complete(list_checkpoints(path), to_resume=to_resume)
-    if candidates := [each for each in found if step in (None, each.step)]:
+    candidates = [each for each in found if step in (None, each.step)]
+    if candidates:
         return newest(candidates)
     if found:
-        steps = ", ".join(str(step) for step in sorted({each.step for each in found}))
+        steps = sorted({each.step for each in found})
         raise CheckpointError(
-            f"{path} has no complete checkpoint of step={step}; those it has: {steps}"
+            f"{path} has no complete checkpoint of step={step}; those it has: {', '.join(map(str, steps))}"
         )
-    if (kind := _foreign_kind(path)) is not None:
+    kind = _foreign_kind(path)
+    if kind is not None:
         raise CheckpointError(f"{path} is {kind}; convert it with `lightning-megatron convert`")
     if others:
         names = ", ".join(each.name for each in others)
@@ -233,7 +241,9 @@ def last_saved(found: Iterable[CheckpointInfo]) -> CheckpointInfo:
     """
     last_of_lines: dict[str, CheckpointInfo] = {}
     for each in found:
-        line = str(each.path) if each.position is None else each.position.line
+        line = str(each.path)
+        if each.position is not None:
+            line = each.position.line
         last = last_of_lines.setdefault(line, each)
         if is_later(each, last):
             last_of_lines[line] = each
@@ -244,7 +254,9 @@ def is_later(one: CheckpointInfo, other: CheckpointInfo) -> bool:
     """Whether two checkpoints are of the same line, and ``one`` was written after ``other``."""
     if one.position is None or other.position is None:
         return False
-    return one.position.line == other.position.line and one.position.order > other.position.order
+    if one.position.line != other.position.line:
+        return False
+    return one.position.order > other.position.order
 
 
 def continued(position: RunPosition, beside: Iterable[Path]) -> RunPosition:
@@ -270,21 +282,26 @@ def is_checkpoint_within(path: Path, folders: Iterable[Path]) -> bool:
 
     A path from a loaded state may lead anywhere: ``checkpoints/../../documents``.
     """
-    resolved = path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
+    target = path.resolve()
+    resolved = target
+    if path.is_symlink():
+        resolved = path.parent.resolve() / path.name
     if not any(folder.resolve() in resolved.parents for folder in folders):
         return False
-    return not recover(path.resolve()).exists() or is_complete(path.resolve())
+    return not recover(target).exists() or is_complete(target)
 
 
 def _checkpoint_info(path: Path) -> CheckpointInfo:
     meta = recover(path) / META
-    state = load_plain(meta)
-    content = state if isinstance(state, dict) else {}
+    content = load_plain(meta)
+    if not isinstance(content, dict):
+        content = {}
     if is_meta(content):
         check_meta(content, path)
+    lightning_state = content.get("lightning", {})
     return CheckpointInfo(
         path=path,
-        step=int(content.get("lightning", {}).get("global_step", 0)),
+        step=int(lightning_state.get("global_step", 0)),
         time=float(content.get("time", meta.stat().st_mtime)),  # a copy has another mtime
         has_optimizer=bool(content.get("has_optimizer", True)),
         position=RunPosition.of(content),
@@ -294,9 +311,8 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
 def _foreign_kind(path: Path) -> str | None:
     if (path / "config.json").is_file():
         return "a model of Hugging Face"
-    if (
-        is_distributed(path) and path.suffix != SUFFIX
-    ):  # one of ours that lost its meta.pt is damaged
+    # One of ours that lost its meta.pt is damaged.
+    if is_distributed(path) and path.suffix != SUFFIX:
         return "a checkpoint that another program wrote with Megatron-Core"
     if (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*")):
         return "a checkpoint of Megatron-LM"

@@ -83,7 +83,12 @@ def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def check_same(run: RunState, meta: Mapping[str, Any], path: Path, free: set[str]) -> None:
+def check_same(
+    run: RunState,
+    meta: Mapping[str, Any],
+    path: Path,
+    free: set[str],
+) -> None:
     """Raise if a weight that ``run`` and the checkpoint both have would be used differently.
 
     Args:

@@ -47,14 +47,10 @@ class HostMemory:
         """
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if self._in_place and not on_gpu:
-            detached = [tensor.detach() for tensor in tensors]
-            return [x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in detached]
+            return [_with_own_storage(tensor.detach()) for tensor in tensors]
         self._wait()
         self._reserve(tensors)
-        copies = [
-            self._copy_to(tensor, offset)
-            for tensor, offset in zip(tensors, _offsets(tensors), strict=False)
-        ]
+        copies = list(map(self._copy_to, tensors, _offsets(tensors)))
         if on_gpu:
             torch.cuda.synchronize()
         return copies
@@ -62,11 +58,13 @@ class HostMemory:
     def _copy_to(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Copy ``tensor`` to ``offset``; CUDA refuses a copy that reaches from one pinned piece into another."""
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if len(data) == 0 or self._block is None:
+        size = len(data)
+        if size == 0 or self._block is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        target = torch.frombuffer(self._block, dtype=torch.uint8, count=len(data), offset=offset)
-        cuts = [*range(-offset % _PINNED_AT_ONCE, len(data), _PINNED_AT_ONCE)]
-        for part, source in zip(target.tensor_split(cuts), data.tensor_split(cuts), strict=True):
+        target = torch.frombuffer(self._block, dtype=torch.uint8, count=size, offset=offset)
+        cuts = list(range(-offset % _PINNED_AT_ONCE, size, _PINNED_AT_ONCE))
+        parts = zip(target.tensor_split(cuts), data.tensor_split(cuts), strict=True)
+        for part, source in parts:
             part.copy_(source, non_blocking=True)
         return target.view(tensor.dtype).view(tensor.shape)
 
@@ -89,46 +87,47 @@ class HostMemory:
     def _unpin(self) -> None:
         for piece in self._pinned:
             _call_cuda("cudaHostUnregister", piece.data_ptr())
-        self._block, self._pinned = None, []
+        self._block = None
+        self._pinned = []
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate memory for ``tensors`` in huge pages, touch it, and pin it if they are on a GPU."""
-        size, gpu = (
-            _offsets(tensors)[-1],
-            next((tensor.device for tensor in tensors if tensor.is_cuda), None),
-        )
+        size = _offsets(tensors)[-1]
         if size <= len(self._block or b""):
             return
         self._unpin()
         self._block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._block.madvise(mmap.MADV_HUGEPAGE)
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is not None:
             torch.cuda.set_device(gpu)  # a new thread would create a context on the first GPU
+        block = torch.frombuffer(self._block, dtype=torch.uint8)
         with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
-            for piece in torch.frombuffer(self._block, dtype=torch.uint8).split(_PINNED_AT_ONCE):
-                list(
-                    pool.map(torch.Tensor.zero_, piece.split(_TOUCH))
-                )  # touched memory is pinned faster
-                if gpu is not None and _call_cuda(
-                    "cudaHostRegister", piece.data_ptr(), piece.numel(), 0
-                ):
+            for piece in block.split(_PINNED_AT_ONCE):
+                # Touched memory is pinned faster.
+                list(pool.map(torch.Tensor.zero_, piece.split(_TOUCH)))
+                start = piece.data_ptr()
+                if gpu is not None and _call_cuda("cudaHostRegister", start, piece.numel(), 0):
                     self._pinned.append(piece)
 
 
 def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Offset of each tensor in a block, and last the size of the block."""
-    sizes = (
-        -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors
-    )
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     return [0, *itertools.accumulate(sizes)]
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that is a part of a larger storage."""
+    is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_whole else tensor.clone()
 
 
 def _call_cuda(function: str, *args: Any) -> bool:
     """Call a function of the CUDA runtime; returns whether it succeeded. Without pinning, copies are only slower."""
     succeeded = int(getattr(torch.cuda.cudart(), function)(*args)) == 0
     if not succeeded:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the runtime keeps the error until the next kernel launch
+        # The runtime keeps the error until the next kernel launch.
+        with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
     return succeeded

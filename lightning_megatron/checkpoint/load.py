@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-)
-from megatron.core.dist_checkpointing.validation import (
-    StrictHandling,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from lightning_megatron.checkpoint.find import find_newest
 from lightning_megatron.checkpoint.fits import (
@@ -64,7 +60,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _with_saved_part(run: RunState, meta: Mapping[str, Any]) -> RunState:
     """``run`` with the part of its weights that the checkpoint has: all, or the adapters."""
-    return replace(run, part="adapters") if meta.get("part") == "adapters" else run
+    if meta.get("part") == "adapters":
+        return replace(run, part="adapters")
+    return run
 
 
 def resume(run: RunState, path: Path) -> dict[str, Any]:
@@ -82,13 +80,17 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
     """
     path = recover(path)
     meta = read_meta(path)
-    saved, current = meta["layout"], layout_of(run.topology)
+    saved = meta["layout"]
+    current = layout_of(run.topology)
+    is_same_layout = saved == current
+    random_states: dict[str, Any] = {}
     with raise_on_all_ranks():
         check_fits(run, meta, path)
-        rank = dist.get_rank() if saved == current else 0
-        random_states = {} if run.optimizer is None else dict(load_plain(path / rng_file(rank)))
+        if run.optimizer is not None:
+            rank = dist.get_rank() if is_same_layout else 0
+            random_states = dict(load_plain(path / rng_file(rank)))
     _load(_with_saved_part(run, meta), path)
-    if run.optimizer is not None and saved == current:
+    if run.optimizer is not None and is_same_layout:
         run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
         run.runtime.load_user_state(random_states)
@@ -122,7 +124,12 @@ def _load(run: RunState, path: Path) -> None:
         run.optimizer.load_sharded_state_dict(loaded["optimizer"])
 
 
-def _load_state_dicts(chunks: list[Any], loaded: Mapping[str, Any], *, strict: bool = True) -> None:
+def _load_state_dicts(
+    chunks: list[Any],
+    loaded: Mapping[str, Any],
+    *,
+    strict: bool = True,
+) -> None:
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=strict)
 
@@ -130,7 +137,8 @@ def _load_state_dicts(chunks: list[Any], loaded: Mapping[str, Any], *, strict: b
 @torch.no_grad()
 def read_weights(chunks: list[Any], folder: Path) -> None:
     """Load the weights that ``save.write_weights`` wrote, at any layout, and delete them; every rank must call."""
-    _load_state_dicts(chunks, load_sharded(sharded_weights(chunks), folder)[0])
+    loaded, _, _ = load_sharded(sharded_weights(chunks), folder)
+    _load_state_dicts(chunks, loaded)
     dist.barrier()
     if dist.get_rank() == 0:
         remove(folder)
@@ -202,30 +210,41 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> Path:
     if not options.strict:
         _load_what_fits(run, meta, path)
     else:
-        optimizer = run.optimizer if options.optimizer else None
-        groups = [] if optimizer is None else [dict(group) for group in optimizer.param_groups]
-        run_to_load = _with_saved_part(replace(run, optimizer=optimizer), meta)
-        is_base = (
-            meta["model_description"].get("lora") is None
-            and run.model_description.get("lora") is not None
-        )
-        if optimizer is None and is_base:  # the adapters are new
-            run_to_load = replace(
-                run_to_load, part="base", model_description={**run.model_description, "lora": None}
-            )
-        with raise_on_all_ranks():
-            check_fits(run_to_load, meta, path)
-        _load(run_to_load, path)
-        for group, own in zip(
-            [] if optimizer is None else optimizer.param_groups, groups, strict=True
-        ):
-            group.update(
-                {name: value for name, value in own.items() if name not in _RESTORED_GROUP_KEYS}
-            )
+        _load_strictly(run, meta, path, with_optimizer=options.optimizer)
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
         run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
     return path
+
+
+def _load_strictly(
+    run: RunState,
+    meta: Mapping[str, Any],
+    path: Path,
+    *,
+    with_optimizer: bool,
+) -> None:
+    """Load all weights; with the optimizer its state, too, but not the learning rates and other options in it."""
+    optimizer = run.optimizer if with_optimizer else None
+    own_options: list[dict[str, Any]] = []
+    if optimizer is not None:
+        own_options = [dict(group) for group in optimizer.param_groups]
+    run_to_load = _with_saved_part(replace(run, optimizer=optimizer), meta)
+    description = run.model_description
+    has_lora = description.get("lora") is not None
+    is_base = has_lora and meta["model_description"].get("lora") is None
+    if optimizer is None and is_base:  # the adapters are new
+        description = {**description, "lora": None}
+        run_to_load = replace(run_to_load, part="base", model_description=description)
+    with raise_on_all_ranks():
+        check_fits(run_to_load, meta, path)
+    _load(run_to_load, path)
+    if optimizer is None:
+        return
+    for group, own in zip(optimizer.param_groups, own_options, strict=True):
+        for name, value in own.items():
+            if name not in _RESTORED_GROUP_KEYS:
+                group[name] = value
 
 
 @torch.no_grad()
@@ -238,20 +257,23 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
     with raise_on_all_ranks():
         check_same(run, meta, path, MAY_DIFFER | POSITION_FIELDS | VISIBLE_IN_WEIGHTS)
     state = sharded_weights(run.chunks, _with_saved_part(run, meta).part)
-    weights = [tensor for tensor in nested_values(dict(state)) if isinstance(tensor, ShardedTensor)]
     vocabulary = [
-        (tensor, tensor.data.detach().clone()) for tensor in weights if tensor.allow_shape_mismatch
+        (weight, weight.data.detach().clone())
+        for weight in nested_values(dict(state))
+        if isinstance(weight, ShardedTensor) and weight.allow_shape_mismatch
     ]
     loaded, unexpected, absent = load_sharded(state, path, StrictHandling.RETURN_ALL)
     _load_state_dicts(run.chunks, loaded, strict=False)
     # A user's own model need not have a description.
-    saved, size = (
-        model.get("vocab_size") or 0 for model in (meta["model_description"], run.model_description)
-    )
-    for weight, initial in vocabulary if saved else []:
-        begin = max(saved - weight.global_offset[0], 0)
-        weight.data[begin:].copy_(initial[begin:])
-    names = sorted({weight.key for weight, _ in vocabulary} - {*absent}) if saved and size else []
+    saved = meta["model_description"].get("vocab_size") or 0
+    size = run.model_description.get("vocab_size") or 0
+    names: list[str] = []
+    if saved:
+        for weight, initial in vocabulary:
+            begin = max(saved - weight.global_offset[0], 0)
+            weight.data[begin:].copy_(initial[begin:])
+    if saved and size:
+        names = sorted({weight.key for weight, _ in vocabulary} - absent)
     missing = sorted([*absent, *_surplus(size, saved, names)])
     extra = [name for name in unexpected if not name.startswith("optimizer.")]
     unused = sorted([*extra, *_surplus(saved, size, names)])
@@ -264,4 +286,6 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
 
 def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
     """Rows that a vocabulary of ``more`` tokens has beyond one of ``fewer``, as a warning names them."""
-    return [f"rows {fewer} to {more - 1} of {name}" for name in names] if more > fewer else []
+    if more <= fewer:
+        return []
+    return [f"rows {fewer} to {more - 1} of {name}" for name in names]

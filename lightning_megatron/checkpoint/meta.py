@@ -68,7 +68,9 @@ def check_backends(path: Path) -> None:
         found = json.loads((path / BACKENDS).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         found = repr(error)
-    backends = found if isinstance(found, dict) else {}
+    backends: dict[str, Any] = {}
+    if isinstance(found, dict):
+        backends = found
     of_shards = backends.get("sharded_backend")
     of_rest = backends.get("common_backend", "torch")
     if of_shards != "torch_dist" or of_rest != "torch":

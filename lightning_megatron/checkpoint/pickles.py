@@ -14,14 +14,16 @@ Tensors of zip archives (torch 1.6 and newer) are memory-mapped: a row takes mem
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 import re
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -121,20 +123,26 @@ def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = ""
     """
     name = name or str(file)
     try:
-        with file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getvalue()) as opened:
-            is_zip, size = opened.read(len(_ZIP)) == _ZIP, opened.seek(0, io.SEEK_END)
+        stream = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getvalue())
+        with stream as opened:
+            is_zip = opened.read(len(_ZIP)) == _ZIP
+            size = opened.seek(0, io.SEEK_END)
             opened.seek(0)
-            pickled = _archive_pickle(opened, size) if is_zip else opened
-            known = _resolve_globals(pickled, 1 if is_zip else _LEGACY_PICKLES, foreign)
+            pickled: BinaryIO = opened
+            num_pickles = _LEGACY_PICKLES
+            if is_zip:
+                pickled = _archive_pickle(opened, size)
+                num_pickles = 1
+            known = _resolve_globals(pickled, num_pickles, foreign)
             num_bytes = pickled.tell()
             opened.seek(0)
             with _safe_globals(known) if foreign else nullcontext():
                 is_mapped = foreign and is_zip and isinstance(file, Path)
                 source = file if is_mapped else opened
                 value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-        _check_containers(
-            value, _MAX_ITEMS + _MAX_ITEMS_PER_BYTE * num_bytes, size if foreign else None
-        )
+        max_items = _MAX_ITEMS + _MAX_ITEMS_PER_BYTE * num_bytes
+        # Strides of a file of another program may repeat what it holds.
+        _check_containers(value, max_items, size if foreign else math.inf)
         return value
     except CheckpointError as error:
         raise CheckpointError(f"{name} is not loaded: {error}; do not trust its source") from None
@@ -168,15 +176,19 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, begin + offset)
+        if whence == io.SEEK_CUR:
+            offset += self._position
+        elif whence == io.SEEK_END:
+            offset += self._length
+        self._position = max(0, offset)
         return self._position
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._length - self._position))
+        left = max(0, self._length - self._position)
+        size = min(len(buffer), left)
         self._stream.seek(self._offset + self._position)
         data = self._stream.read(size)
         buffer[: len(data)] = data
@@ -212,19 +224,13 @@ def _archive_pickle(opened: BinaryIO, size: int) -> io.BytesIO:
     with zipfile.ZipFile(opened) as archive:
         members = archive.infolist()
     total = sum(member.file_size for member in members)
-    largest = max(
-        (each.file_size for each in members if each.filename.endswith("/data.pkl")), default=0
-    )
-    if (
-        total > size
-        or largest > _MAX_PICKLE_BYTES
-        or any(each.compress_type != zipfile.ZIP_STORED for each in members)
-    ):
+    is_compressed = any(each.compress_type != zipfile.ZIP_STORED for each in members)
+    pickles = [each.file_size for each in members if each.filename.endswith("/data.pkl")]
+    if is_compressed or total > size or max(pickles, default=0) > _MAX_PICKLE_BYTES:
         raise CheckpointError(f"its {size:,} bytes would become {total:,} in memory")
     opened.seek(0)
-    return io.BytesIO(
-        torch._C.PyTorchFileReader(opened).get_record("data.pkl")
-    )  # found as torch.load will find it
+    reader = torch._C.PyTorchFileReader(opened)
+    return io.BytesIO(reader.get_record("data.pkl"))  # found as torch.load will find it
 
 
 def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list[tuple[Any, str]]:
@@ -246,20 +252,16 @@ def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list
     return [(replacement, name) for name, replacement in resolved.items()]
 
 
+@dataclass(slots=True)
 class _Operand:
     """What is known about an object on the stack of an unpickler before anything is executed."""
 
-    __slots__ = ("items", "size", "text")
-
-    def __init__(
-        self, size: int, text: str = "", items: tuple[_Operand, ...] | None = None
-    ) -> None:
-        self.size = size
-        """Number of objects in it; those in several containers count several times."""
-        self.text = text
-        """Content of a string, or name of a global."""
-        self.items = items
-        """Items of a tuple; None for other objects."""
+    size: int
+    """Number of objects in it; those in several containers count several times."""
+    text: str = ""
+    """Content of a string, or name of a global."""
+    items: tuple[_Operand, ...] | None = None
+    """Items of a tuple; None for other objects."""
 
 
 def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCOL) -> list[str]:
@@ -284,7 +286,9 @@ def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCO
                 f"pickle protocol {opcode.proto}, where torch.save writes {max_protocol}"
             )
         if opcode.name in _PUTS or opcode.name == "MEMOIZE":
-            index = len(memo) if argument is None else int(argument)
+            index = len(memo)
+            if argument is not None:
+                index = int(argument)
             if index > (position or 0):
                 raise CheckpointError(
                     f"it would reserve memory for {index:,} objects in {position} bytes"
@@ -334,12 +338,14 @@ def _apply(name: str, argument: Any, operands: list[_Operand]) -> _Operand:
     if name in _TUPLES:
         return _Operand(1 + size, items=tuple(operands))
     if name == "GLOBAL":
-        return _Operand(1, str(argument).replace(" ", ".", 1).replace("__builtin__.", "builtins."))
+        dotted = str(argument).replace(" ", ".", 1)
+        return _Operand(1, dotted.replace("__builtin__.", "builtins."))
     if name == "STACK_GLOBAL":
         return _Operand(1, ".".join(operand.text for operand in operands))
     if name in _CALLS:
         _check_call(operands[0].text, operands[1].items)
-    return _Operand(1 + size, argument if isinstance(argument, str) else "")
+    text = argument if isinstance(argument, str) else ""
+    return _Operand(1 + size, text)
 
 
 def _check_call(function: str, arguments: tuple[_Operand, ...] | None) -> None:
@@ -351,12 +357,13 @@ def _check_call(function: str, arguments: tuple[_Operand, ...] | None) -> None:
     """
     if arguments is None:
         raise ValueError(f"a call of {function or 'data'} without a tuple of arguments")
-    called = [function, *(each.text for each in arguments[:1])]
-    if reserving := _RESERVING_CALLS & {*called}:
+    texts = [each.text for each in arguments]
+    called = {function, *texts[:1]}
+    if reserving := _RESERVING_CALLS & called:
         raise CheckpointError(
             f"it would reserve memory for a {min(reserving)}, of whatever length it says"
         )
-    if "_codecs.encode" in called and [each.text for each in arguments[1:]] != ["latin1"]:
+    if "_codecs.encode" in called and texts[1:] != ["latin1"]:
         raise CheckpointError("it would encode text over and over")
 
 
@@ -372,19 +379,20 @@ def _safe_globals(known: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(registered)
 
 
-def _check_containers(value: Any, max_items: int, num_bytes: int | None) -> None:
+def _check_containers(value: Any, max_items: int, max_bytes: float) -> None:
     """Raise if containers are nested without end, or hold too many items or too large a tensor.
 
     Args:
         value: The loaded object.
         max_items: Maximum number of items in all containers.
-        num_bytes: Size of the file, if no tensor may be larger: strides can repeat an element a billion times.
+        max_bytes: Maximum size of a tensor: strides can repeat an element a billion times.
     """
     stack: list[tuple[Any, int]] = [([value], 0)]
     count = 0
     while stack:
-        container, depth = stack.pop()
-        items: Collection[Any] = container.values() if isinstance(container, dict) else container
+        items, depth = stack.pop()
+        if isinstance(items, dict):
+            items = items.values()
         count += len(items)
         if depth > _MAX_DEPTH or count > max_items:
             raise CheckpointError("its containers hold each other without end")
@@ -393,20 +401,21 @@ def _check_containers(value: Any, max_items: int, num_bytes: int | None) -> None
                 stack.append((item, depth + 1))
             elif isinstance(item, (Namespace, SimpleNamespace)):
                 stack.append((vars(item), depth + 1))
-            elif (
-                isinstance(item, torch.Tensor) and num_bytes is not None and item.nbytes > num_bytes
-            ):
+            elif isinstance(item, torch.Tensor) and item.nbytes > max_bytes:
                 raise CheckpointError(
-                    f"it has a tensor of shape {list(item.shape)[:8]} in {num_bytes:,} bytes"
+                    f"it has a tensor of shape {list(item.shape)[:8]} in {max_bytes:,} bytes"
                 )
 
 
 def _scalar(dtype: Any, data: bytes) -> Any:
     """A NumPy scalar as a Python number or string; replaces NumPy's function of this name."""
-    name, order = dtype.arguments[0], dtype.state[1] if dtype.state else "="
+    name = dtype.arguments[0]
+    order = dtype.state[1] if dtype.state else "="
     if not _SCALAR.fullmatch(name) or order not in ("<", ">", "=", "|"):
         raise ValueError(f"a scalar of the dtype {name!r}")
-    return np.frombuffer(data, "?" if name == "?" else f"{order}{name}", 1)[0].item()
+    if name != "?":
+        name = order + name
+    return np.frombuffer(data, name, 1)[0].item()
 
 
 _KNOWN_GLOBALS: dict[str, Any] = {

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_megatron.checkpoint.pickles import (
-    read_pickle,
-)
+from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.storage.checksums import require_file
 from lightning_megatron.storage.paths import is_remote
 
@@ -26,9 +24,10 @@ def load_plain(file: Path) -> Any:
         CheckpointError: If the file holds anything else, or is damaged.
     """
     require_file(file)
-    return read_pickle(
-        io.BytesIO(file.read_bytes()) if is_remote(file) else file, foreign=False, name=str(file)
-    )
+    source: Path | io.BytesIO = file
+    if is_remote(file):
+        source = io.BytesIO(file.read_bytes())
+    return read_pickle(source, foreign=False, name=str(file))
 
 
 def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,15 +36,10 @@ def plain_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     Hyper-parameters are for people to read, so other objects among them become their ``repr``.
     """
     plain: dict[str, Any] = {name: as_plain_data(value) for name, value in lightning_state.items()}
-    for values in (
-        plain[name] for name in ("hyper_parameters", "datamodule_hyper_parameters") if name in plain
-    ):
-        values.update(
-            {
-                name: as_plain_data(value, f"hyper-parameter {name!r}")
-                for name, value in values.items()
-            }
-        )
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        values = plain.get(key, {})
+        for name, value in values.items():
+            values[name] = as_plain_data(value, f"hyper-parameter {name!r}")
     return plain
 
 
@@ -55,6 +49,7 @@ _PLAIN_FORMS: dict[type, Callable[[Any], Any]] = {
     Path: str,
     bytearray: bytes,
 }
+_READABLE = (type(None), bool, int, float, str, torch.Tensor)
 
 
 def as_plain_data(value: Any, readable: str = "") -> Any:
@@ -65,16 +60,17 @@ def as_plain_data(value: Any, readable: str = "") -> Any:
         readable: Name of the value for a warning, if such objects shall become text instead.
     """
     if isinstance(value, Mapping):
-        return {as_plain_data(k): as_plain_data(v, readable) for k, v in value.items()}
+        return {as_plain_data(key): as_plain_data(each, readable) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [as_plain_data(v, readable) for v in value]
+        items = [as_plain_data(each, readable) for each in value]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Enum):  # also enums of numbers or strings, as files would name their class
         return as_plain_data(value.value, readable)
-    value = next(
-        (plain(value) for kind, plain in _PLAIN_FORMS.items() if isinstance(value, kind)), value
-    )
-    if readable and not (value is None or isinstance(value, (bool, int, float, str, torch.Tensor))):
+    for kind, plain in _PLAIN_FORMS.items():
+        if isinstance(value, kind):
+            value = plain(value)
+            break
+    if readable and not isinstance(value, _READABLE):
         rank_zero_warn(
             f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only"
         )

@@ -21,8 +21,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,12 @@ class Save:
     of an archive's entries, which holds the interpreter lock, is off meanwhile.
     """
 
-    def __init__(self, run: RunState, lightning_state: Mapping[str, Any], path: str | Path) -> None:
+    def __init__(
+        self,
+        run: RunState,
+        lightning_state: Mapping[str, Any],
+        path: str | Path,
+    ) -> None:
         """Describe the checkpoint, before anything is written.
 
         Args:
@@ -112,13 +118,19 @@ class Save:
             NonFiniteError: If the last step ends the run.
         """
         run.settle()
-        self._run = run if "optimizer_states" in lightning_state else run.weights_only()
+        if "optimizer_states" not in lightning_state:
+            run = run.weights_only()
+        self._run = run
         self.path = as_path(path)
         self._refusal = f"checkpoint {self.path} is not written"
+        self._meta = b""
         with _errors_on_all_ranks(self._refusal):
-            self._meta = meta_bytes(self._run, lightning_state) if dist.get_rank() == 0 else b""
+            if dist.get_rank() == 0:
+                self._meta = meta_bytes(run, lightning_state)
         self._partial = self.path.with_name(self.path.name + PARTIAL)
         """Where the files are written."""
+        self._table: Any = None
+        """On rank 0 torch's table of contents."""
         self._lock: FolderLock | None = None
         self._jobs: list[Future[_Written]] = []
         self._is_abandoned = threading.Event()
@@ -143,17 +155,16 @@ class Save:
         with self._abandon_on_error():
             plan, planner, common = _plan_save(sharded_state(self._run))
             plans = _gather_on_rank_0(plan)
-            # Not the planner's own, which refuses moments with gaps, left by frozen layers stacked with others.
-            self._table = create_default_global_save_plan(plans)[1] if plans else None
+            if plans:
+                # Not the planner's own, which refuses moments with gaps, left by frozen layers stacked with others.
+                _, self._table = create_default_global_save_plan(plans)
             with _errors_on_all_ranks(self._refusal):
                 self._partial.mkdir(parents=True, exist_ok=True)
                 contents: dict[str, bytes | Shards] = {**_stage(plan, planner, memory)}
-                contents[rng_file(dist.get_rank())] = torch_bytes(self._run.runtime.state_dict())
+                random_states = self._run.runtime.state_dict()
+                contents[rng_file(dist.get_rank())] = torch_bytes(random_states)
                 if dist.get_rank() == 0:
-                    contents |= {
-                        COMMON: torch_bytes(common),
-                        BACKENDS: json.dumps(KNOWN_BACKENDS).encode(),
-                    }
+                    contents |= _unsharded_files(common)
             without_checksums = partial(torch.serialization.set_crc32_options, False)
             threads = ThreadPoolExecutor(_FILES_PER_RANK + 1, initializer=without_checksums)
             self._jobs = [
@@ -170,16 +181,10 @@ class Save:
                 file.write(content)
             else:
                 transforms = _StorageWriterTransforms()
+                kind = SerializationFormat.TORCH_SAVE
                 stream_for_torch: Any = file  # declared as IOBase; write and tell are called
                 results = [
-                    _write_item(
-                        transforms,
-                        stream_for_torch,
-                        data,
-                        item,
-                        name,
-                        SerializationFormat.TORCH_SAVE,
-                    )
+                    _write_item(transforms, stream_for_torch, data, item, name, kind)
                     for item, data in content
                 ]
         return name, file.checksums, results
@@ -219,16 +224,18 @@ class Save:
         """Stop writing, wait for the threads, and delete the files; does not communicate."""
         self._is_abandoned.set()
         self._wait()
-        with contextlib.suppress(
-            Exception
-        ):  # a store's client raises any type; what stays is no complete checkpoint
-            if dist.get_rank() == 0 and not is_remote(self._partial):
-                shutil.rmtree(self._partial)
-            elif dist.get_rank() == 0 and not (self._partial / META).is_file():
-                delete_from_store(
-                    self._partial
-                )  # else it is complete, and what it replaces may be gone
+        # A store's client raises any type; what stays is no complete checkpoint.
+        with contextlib.suppress(Exception):
+            if dist.get_rank() == 0:
+                self._delete_partial()
         self._release()
+
+    def _delete_partial(self) -> None:
+        if not is_remote(self._partial):
+            shutil.rmtree(self._partial)
+        elif not (self._partial / META).is_file():
+            # Otherwise it is complete, and what it replaces may be gone.
+            delete_from_store(self._partial)
 
     def report(self) -> str:
         """How long the save took, in a line."""
@@ -243,21 +250,19 @@ class Save:
 
     def _complete(self, written: Sequence[_Written]) -> None:
         """Write the files of rank 0 alone, ``meta.pt`` last, which marks the checkpoint as complete."""
-        partial, sizes = self._partial, file_sizes(self._partial)
-        for name, checksums, _ in written:
-            if sizes.get(name) != checksums.size:
+        partial = self._partial
+        sizes = file_sizes(partial)
+        for name, of_file, _ in written:
+            if sizes.get(name) != of_file.size:
                 raise CheckpointError(
                     f"rank 0 does not see {name}, as another rank has written it, in {partial}; keep checkpoints "
                     "(dirpath, default_root_dir) on a file system that all hosts share, and let nobody else change them"
                 )
-        assert self._table is not None
-        _writer(partial).finish(self._table, [results for *_, results in written])
-        of_table, of_meta = (
-            FileChecksums().update(data) for data in ((partial / TABLE).read_bytes(), self._meta)
-        )
-        write_checksums(
-            partial, {**{name: sums for name, sums, _ in written}, TABLE: of_table, META: of_meta}
-        )
+        _writer(partial).finish(self._table, [results for _, _, results in written])
+        checksums = {name: checksums for name, checksums, _ in written}
+        checksums[TABLE] = FileChecksums().update((partial / TABLE).read_bytes())
+        checksums[META] = FileChecksums().update(self._meta)
+        write_checksums(partial, checksums)
         with synced_file(partial / META) as stream:
             stream.write(self._meta)
         publish(partial, self.path)
@@ -273,9 +278,7 @@ def preallocate(run: RunState, memory: HostMemory) -> None:
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
     plan, planner, _ = _plan_save(sharded_state(run))
-    memory.preallocate(
-        [planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO]
-    )
+    memory.preallocate(_tensors(plan.items, planner))
 
 
 _OWN_FILES = (META, COMMON, TABLE, BACKENDS, "*.distcp", "rng_*.pt")
@@ -290,10 +293,11 @@ def _start_partial(path: Path, in_store: Path | None = None) -> FolderLock | Non
     Raises:
         CheckpointError: If another program is writing the same checkpoint, or ``path`` is a directory of other files.
     """
-    names = (
-        [each.name for each in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
-    )
-    if names and not any(fnmatch(name, pattern) for name in names for pattern in _OWN_FILES):
+    names: list[str] = []
+    if path.is_dir() and not path.is_symlink():
+        names = [each.name for each in path.iterdir()]
+    is_own = any(fnmatch(name, pattern) for name in names for pattern in _OWN_FILES)
+    if names and not is_own:
         raise CheckpointError(
             f"{path} is a directory of other files, which would be lost; give a new name"
         )
@@ -323,10 +327,10 @@ def write_weights(chunks: list[Any], parent: Path) -> Path:
     with failures_as_errors(refusal):
         _, planner, common = _plan_save(sharded_weights(chunks))
         save_at_once(planner.state_dict, storage_writer=_writer(path), planner=planner)
-    rest = {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
     with _errors_on_all_ranks(refusal):
-        for name, data in rest.items() if dist.get_rank() == 0 else ():
-            (path / name).write_bytes(data)
+        if dist.get_rank() == 0:
+            for name, data in _unsharded_files(common).items():
+                (path / name).write_bytes(data)
     return path
 
 
@@ -339,25 +343,27 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
     Raises:
         CheckpointError: If Lightning's dict holds something that could not be loaded again as plain data.
     """
+    config = run.hugging_face_config
+    optimizer = run.optimizer
     description = {
         "format_version": FORMAT_VERSION,
         "layout": layout_of(run.topology),
-        "has_optimizer": run.optimizer is not None,
-        "optimizer_format": None if run.optimizer is None else run.optimizer.state_format,
+        "has_optimizer": optimizer is not None,
+        "optimizer_format": None if optimizer is None else optimizer.state_format,
         "model_description": dict(run.model_description),
         "time": time.time(),
         "position": run.position,
         "part": run.part,
         "base": run.base,
-        "hugging_face_config": None
-        if run.hugging_face_config is None
-        else dict(run.hugging_face_config),
+        "hugging_face_config": None if config is None else dict(config),
     }
     try:
         content = torch_bytes({"lightning": plain_state(lightning_state), **description})
         torch.load(io.BytesIO(content), weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
-        reason = pickle_refusal(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        reason = str(error)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = pickle_refusal(error)
         raise CheckpointError(
             f"its state must be plain data (numbers, strings, containers, tensors), but {reason}; correct the "
             "hyper-parameters or the state_dict of the callback, module or datamodule in question"
@@ -387,32 +393,39 @@ def _writer(folder: Path) -> FileSystemWriter:
 def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, Any]]:
     """Plan what this rank writes of ``state``; returns plan, planner and what is not sharded; every rank must call."""
     sharded, common = save_preprocess({**state, "content_metadata": dict(SHARDING)})
-    if (replicas := parallel_state.get_data_parallel_group(with_context_parallel=True)).size() > 1:
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if replicas.size() > 1:
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         FullyParallelSaveStrategyWrapper(strategy, replicas).apply_saving_parallelization(sharded)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    tensors = mcore_to_pyt_state_dict(
-        _replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False
-    )
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    tensors = mcore_to_pyt_state_dict(by_key, False)
     planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
     return planner.create_local_plan(), planner, common
 
 
 def _stage(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
     """Copy this rank's shards to host memory, and return them by file name."""
-    buckets = [bucket for bucket in _split_by_size_and_type(_FILES_PER_RANK, plan.items) if bucket]
-    items = [item for bucket in buckets for item in bucket if item.type != WriteItemType.BYTE_IO]
-    copies = iter(memory.copy([planner.resolve_data(item) for item in items]))
-    return {
-        f"__{dist.get_rank()}_{index}.distcp": [
-            (
-                item,
-                planner.resolve_data(item) if item.type == WriteItemType.BYTE_IO else next(copies),
-            )
-            for item in bucket
-        ]
-        for index, bucket in enumerate(buckets)
-    }
+    buckets = list(filter(None, _split_by_size_and_type(_FILES_PER_RANK, plan.items)))
+    copies = iter(memory.copy(_tensors(itertools.chain(*buckets), planner)))
+    files: dict[str, Shards] = {}
+    for index, bucket in enumerate(buckets):
+        shards = []
+        for item in bucket:
+            is_tensor = item.type != WriteItemType.BYTE_IO
+            data = next(copies) if is_tensor else planner.resolve_data(item)
+            shards.append((item, data))
+        files[f"__{dist.get_rank()}_{index}.distcp"] = shards
+    return files
+
+
+def _tensors(items: Iterable[Any], planner: Any) -> list[torch.Tensor]:
+    return [planner.resolve_data(item) for item in items if item.type != WriteItemType.BYTE_IO]
+
+
+def _unsharded_files(common: dict[str, Any]) -> dict[str, bytes]:
+    """Files of a distributed checkpoint that rank 0 writes, besides the table of contents."""
+    return {COMMON: torch_bytes(common), BACKENDS: json.dumps(KNOWN_BACKENDS).encode()}
 
 
 def _broadcast(value: T) -> T:
@@ -424,7 +437,9 @@ def _broadcast(value: T) -> T:
 
 def _gather_on_rank_0(value: T) -> list[T]:
     """Gather the values of all ranks on rank 0; an empty list elsewhere."""
-    values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    values: list[Any] = []
+    if dist.get_rank() == 0:
+        values = [None] * dist.get_world_size()
     dist.gather_object(value, values or None)
     return values
 
@@ -442,22 +457,23 @@ _PIECE = 16 * 2**20
 _BUFFER = 2**20
 
 
+@dataclass
 class _ChecksummedFile:
     """File that computes checksums of what is written to it, in order."""
 
-    def __init__(self, stream: BinaryIO, is_abandoned: threading.Event) -> None:
-        self._stream = stream
-        self._is_abandoned = is_abandoned
-        self.checksums = FileChecksums()
+    stream: BinaryIO
+    is_abandoned: threading.Event
+    checksums: FileChecksums = field(default_factory=FileChecksums)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
-            if self._is_abandoned.is_set():
+            if self.is_abandoned.is_set():
                 raise InterruptedError("the save was abandoned")
-            self._stream.write(view[start : start + _PIECE])
+            piece = view[start : start + _PIECE]
+            self.stream.write(piece)
             progress.tick()
-            self.checksums.update(view[start : start + _PIECE])
+            self.checksums.update(piece)
         return len(view)
 
     def tell(self) -> int:

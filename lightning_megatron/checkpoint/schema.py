@@ -19,7 +19,9 @@ _NUMBER = (int, float)
 _OPTIONAL_TEXT = (str, type(None))
 _OPTIONAL_DICT = (Mapping, type(None))
 
-_REQUIRED: dict[str, tuple[type, ...]] = {
+_Kinds = tuple[type, ...]
+
+_REQUIRED: dict[str, _Kinds] = {
     "layout": (Mapping,),
     "has_optimizer": (bool,),
     "optimizer_format": _OPTIONAL_DICT,
@@ -27,14 +29,14 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
     "lightning": (Mapping,),
 }
 """Keys that ``meta.pt`` always has, beside ``format_version``."""
-_OPTIONAL: dict[str, tuple[type, ...]] = {
+_OPTIONAL: dict[str, _Kinds] = {
     "time": _NUMBER,
     "part": (str,),
     "base": _OPTIONAL_TEXT,
     "hugging_face_config": _OPTIONAL_DICT,
 }
 """Keys of ``meta.pt``; the first checkpoints lack the optional ones."""
-_LIGHTNING: dict[str, tuple[type, ...]] = {
+_LIGHTNING: dict[str, _Kinds] = {
     "epoch": (int,),
     "global_step": (int,),
     "pytorch-lightning_version": (str,),
@@ -85,7 +87,11 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
 
 
 def check_lightning_state(
-    state: Mapping[str, Any], path: Path, loop: Mapping[str, Any], *, resumes: bool
+    state: Mapping[str, Any],
+    path: Path,
+    loop: Mapping[str, Any],
+    *,
+    resumes: bool,
 ) -> None:
     """Check Lightning's dict before a run uses it.
 
@@ -179,13 +185,17 @@ def _require_names(content: Mapping[Any, Any], name: str, path: Path) -> None:
 
 
 def _require(
-    content: Mapping[str, Any], name: str, kinds: tuple[type, ...], path: Path, where: str
+    content: Mapping[str, Any],
+    name: str,
+    kinds: _Kinds,
+    path: Path,
+    where: str,
 ) -> None:
     value = content.get(name)
     is_other = isinstance(value, bool) and bool not in kinds  # a bool is an int
     if name not in content or not isinstance(value, kinds) or is_other:
-        names = {type(None): "None"}
-        expected = " or ".join(names.get(kind, kind.__name__) for kind in kinds)
+        names = [kind.__name__.removesuffix("Type") for kind in kinds]
+        expected = " or ".join(names)
         raise _damaged(path, where, name, expected, value)
 
 

@@ -41,7 +41,9 @@ from lightning_megatron.storage.failures import failures_as_errors
 
 
 def load_sharded(
-    state: dict[str, Any], path: Path, strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    state: dict[str, Any],
+    path: Path,
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Load as ``dist_checkpointing.load`` of megatron-core 0.16 to 0.19, without running code; every rank must call.
 
@@ -53,7 +55,8 @@ def load_sharded(
     """
     with raise_on_all_ranks():
         check_backends(path)
-        loaded, table = load_plain(path / COMMON), read_table(path)
+        loaded = load_plain(path / COMMON)
+        table = read_table(path)
     with failures_as_errors(f"checkpoint {path} does not fit this run, or is damaged"):
         prepared, non_persistent, factories = load_preprocess(state)
         merge(loaded, non_persistent)
@@ -71,9 +74,9 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     """Entries of the checkpoint as Megatron describes them."""
     entries = table.state_dict_metadata.items()
     objects = [
-        ShardedObject.empty_from_unique_key(k)
-        for k, e in entries
-        if isinstance(e, BytesStorageMetadata)
+        ShardedObject.empty_from_unique_key(key)
+        for key, entry in entries
+        if isinstance(entry, BytesStorageMetadata)
     ]
     tensors: dict[str, Any] = torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(
         path, table

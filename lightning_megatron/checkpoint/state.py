@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_megatron.engine.groups import Topology
@@ -55,13 +55,20 @@ class RunState:
 
     def weights_only(self) -> RunState:
         """The state for a checkpoint of weights alone, without those that are stored elsewhere (``base``)."""
-        return replace(self, optimizer=None, part="all" if self.base is None else "adapters")
+        part: Part = "all" if self.base is None else "adapters"
+        return replace(self, optimizer=None, part=part)
 
 
 def layout_of(topology: Topology) -> dict[str, Any]:
     """Parallel sizes that determine which rank draws which random numbers."""
-    sizes = asdict(topology.parallel)
-    return {name: sizes[name] for name in ("tp", "pp", "vpp", "cp")} | {"dp": topology.dp}
+    parallel = topology.parallel
+    return {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "vpp": parallel.vpp,
+        "cp": parallel.cp,
+        "dp": topology.dp,
+    }
 
 
 def rng_file(rank: int) -> str:
@@ -77,17 +84,18 @@ def sharded_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
 
 def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     """The live weights as Megatron's sharded tensors, as they are in this rank's memory."""
-    state = {
-        f"model{i}": unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
-        for i, chunk in enumerate(chunks)
-    }
-    if part == "all":
-        return state
-    adapters = part == "adapters"
-    return {
-        i: {name: x for name, x in chunk.items() if is_adapter(name) == adapters}
-        for i, chunk in state.items()
-    }
+    state = {}
+    for index, chunk in enumerate(chunks):
+        weights = unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
+        if part != "all":
+            keeps_adapters = part == "adapters"
+            weights = {
+                name: weight
+                for name, weight in weights.items()
+                if is_adapter(name) == keeps_adapters
+            }
+        state[f"model{index}"] = weights
+    return state
 
 
 def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:

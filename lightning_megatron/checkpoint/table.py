@@ -19,12 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_megatron.checkpoint.meta import TABLE
-from lightning_megatron.checkpoint.pickles import (
-    StandIn,
-    check_archive,
-    scan_pickle,
-    stand_in,
-)
+from lightning_megatron.checkpoint.pickles import StandIn, check_archive, scan_pickle, stand_in
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage.paths import is_remote
 
@@ -40,8 +35,10 @@ class _TableUnpickler(pickle.Unpickler):
     """Unpickler of tables of contents: replaces their classes by stand-ins, and refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
-            return dtype
+        if module == "torch":
+            dtype = vars(torch).get(name)
+            if isinstance(dtype, torch.dtype):
+                return dtype
         if _TABLE_NAMES.fullmatch(f"{module}.{name}"):
             return stand_in(f"{module}.{name}")
         raise CheckpointError(f"it would run {module}.{name} when loaded")
@@ -59,17 +56,15 @@ def read_table(path: Path) -> Any:
         scan_pickle(content)
         content.seek(0)
         state = _TableUnpickler(content).load().state
-        entries, locations = (
-            _rebuild(state[name], {}) for name in ("state_dict_metadata", "storage_data")
-        )
+        entries = _rebuild(state["state_dict_metadata"], {})
+        locations = _rebuild(state["storage_data"], {})
         for location in locations.values():
             if Path(location.relative_path).name != location.relative_path:
                 raise CheckpointError(f"it points outside itself, to {location.relative_path!r}")
             if location.transform_descriptors:  # torch would decompress it, to whatever size
                 raise CheckpointError(f"it has a compressed entry in {location.relative_path}")
-        return metadata.Metadata(
-            state_dict_metadata=entries, storage_data=locations
-        )  # all that readers need
+        # All that readers need.
+        return metadata.Metadata(state_dict_metadata=entries, storage_data=locations)
     except CheckpointError as error:
         raise CheckpointError(
             f"checkpoint {path} is not loaded: {error}; do not trust its source"
@@ -80,10 +75,16 @@ def read_table(path: Path) -> Any:
         ) from None
 
 
-_TABLE_CLASSES = (
-    *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorStorageMetadata),
-    *(metadata.MetadataIndex, filesystem._StorageInfo),
-)
+_TABLE_CLASSES = {
+    each.__name__: each
+    for each in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorStorageMetadata,
+        metadata.MetadataIndex,
+        filesystem._StorageInfo,
+    )
+}
 
 
 def _rebuild(node: Any, rebuilt: dict[int, Any]) -> Any:
@@ -110,8 +111,7 @@ def _rebuild_new(node: Any, rebuilt: dict[int, Any]) -> Any:
         return torch.Size(node.arguments[0])
     if name == "TensorProperties":
         return metadata.TensorProperties(dtype=node.state[0])
-    kind = next(kind for kind in _TABLE_CLASSES if kind.__name__ == name)
-    return kind(**_rebuild(node.state or {}, rebuilt))
+    return _TABLE_CLASSES[name](**_rebuild(node.state or {}, rebuilt))
 
 
 class _CheckedReads:
@@ -127,16 +127,13 @@ class _CheckedReads:
         Raises:
             CheckpointError: If an entry would become larger than it is when it is loaded.
         """
-        for index in {
-            item.storage_index for item in plan.items if item.type == LoadItemType.TENSOR
-        }:
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        for index in {item.storage_index for item in tensors}:
             entry = self.storage_data[index]
-            with self.fs.create_stream(
-                self.fs.concat_path(self.path, entry.relative_path), "rb"
-            ) as stream:
-                check_archive(
-                    stream, entry.offset, entry.length, f"{index.fqn} in {entry.relative_path}"
-                )
+            name = f"{index.fqn} in {entry.relative_path}"
+            path = self.fs.concat_path(self.path, entry.relative_path)
+            with self.fs.create_stream(path, "rb") as stream:
+                check_archive(stream, entry.offset, entry.length, name)
         reading: Future[None] = super().read_data(plan, planner)  # type: ignore[misc]
         return reading
 
@@ -151,7 +148,8 @@ class _StoreReader(_CheckedReads, FsspecReader):
 
 def table_reader(path: Path, table: metadata.Metadata) -> filesystem.FileSystemReader:
     """Torch's reader of shards, on a disk or in an object store, for a table of contents of ``read_table``."""
-    reader = (_StoreReader if is_remote(path) else _FileReader)(str(path))
+    kind = _StoreReader if is_remote(path) else _FileReader
+    reader = kind(str(path))
     reader.read_metadata = lambda *_, **__: table  # type: ignore[method-assign]
     reader.set_up_storage_reader(table, is_coordinator=False)
     return reader

@@ -42,8 +42,9 @@ class FileChecksums:
             room = SEGMENT - self.size % SEGMENT
             if room == SEGMENT:
                 self.segments.append(0)
-            self.segments[-1] = zlib.crc32(data[:room], self.segments[-1])
-            self.size += min(room, len(data))
+            piece = data[:room]
+            self.segments[-1] = zlib.crc32(piece, self.segments[-1])
+            self.size += len(piece)
             data = data[room:]
         return self
 
@@ -71,11 +72,13 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     Raises:
         CheckpointError: If a file is missing, or its size or a checksum differs; names the first such file and bytes.
     """
-    files, sizes = _read_checksums(folder), file_sizes(folder)
+    files = _read_checksums(folder)
+    sizes = file_sizes(folder)
     for name, checksums in files.items():
         if name not in sizes:
             require_file(folder / name)
-        if (size := sizes.get(name)) != checksums.size:
+        size = sizes.get(name)
+        if size != checksums.size:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {size} of {checksums.size} bytes; use an earlier one"
             )
@@ -85,34 +88,33 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
         for index in range(len(checksums.segments))
     ]
     rank, world = share
-    own = work[len(work) * rank // world : len(work) * (rank + 1) // world]
+    begin = len(work) * rank // world
+    end = len(work) * (rank + 1) // world
+
+    def verify(name: str, index: int) -> None:
+        start = index * SEGMENT
+        stop = min(start + SEGMENT, files[name].size)
+        if _crc32(folder / name, start, stop) != files[name].segments[index]:
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {start}-{stop}; use an "
+                "earlier one"
+            )
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        checksums_read = pool.map(
-            lambda item: _crc32(folder / item[0], item[1] * SEGMENT, files[item[0]].size), own
-        )
-        for (name, index), crc in zip(own, checksums_read, strict=True):
-            if crc != files[name].segments[index]:
-                raise CheckpointError(
-                    f"checkpoint {folder} is damaged: {name} differs from its checksum in bytes {index * SEGMENT}-"
-                    f"{min((index + 1) * SEGMENT, files[name].size)}; use an earlier one"
-                )
+        list(pool.map(verify, *zip(*work[begin:end], strict=True)))
 
 
 def _read_checksums(folder: Path) -> dict[str, FileChecksums]:
     try:
         content: dict[str, Any] = json.loads((folder / CHECKSUMS).read_bytes())
         table = content["files"]
-        is_known = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        is_same = content["algorithm"] == _ALGORITHM and content["segment_bytes"] == SEGMENT
+        is_same &= content["checksum_of_files"] == _checksum_of_table(table)
         files = {name: FileChecksums(**each) for name, each in table.items()}
-        sizes = [
-            type(each.size) is int and len(each.segments) == -(-each.size // SEGMENT)
-            for each in files.values()
-        ]
-        if (
-            not is_known
-            or not all(sizes)
-            or content["checksum_of_files"] != _checksum_of_table(table)
-        ):
+        for each in files.values():
+            num_segments = -(-each.size // SEGMENT)
+            is_same &= type(each.size) is int and len(each.segments) == num_segments
+        if not is_same:
             raise ValueError("its content has changed since it was written")
         return files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -125,15 +127,14 @@ def _checksum_of_table(table: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(table, sort_keys=True).encode())
 
 
-def _crc32(file: Path, start: int, size: int) -> int:
-    """CRC-32 of the segment that begins at ``start``, read in small pieces to save memory."""
-    crc, end = 0, min(start + SEGMENT, size)
+def _crc32(file: Path, start: int, stop: int) -> int:
+    """CRC-32 of the bytes from ``start`` to ``stop``, read in small pieces to save memory."""
+    crc = 0
     with file.open("rb") as stream:
         stream.seek(start)
-        for begin in range(
-            start, end, _READ_SIZE
-        ):  # if the file was truncated, the checksum differs
-            crc = zlib.crc32(stream.read(min(_READ_SIZE, end - begin)), crc)
+        for begin in range(start, stop, _READ_SIZE):  # of a truncated file, the checksum differs
+            piece = stream.read(min(_READ_SIZE, stop - begin))
+            crc = zlib.crc32(piece, crc)
     return crc
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 _FILE_ERRORS = (OSError, EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError)
 """What torch raises for files that are missing, damaged or of another model, and for a full disk."""
 
-_FILE_ERROR_NAMES = {"CheckpointingException"}
+_MEGATRON_ERROR = "CheckpointingException"
 """The same of Megatron; by name, since conversion needs no import of it."""
 _STORE_PACKAGES = {"fsspec", "upath"}
 """Packages through which every call of a store goes."""
@@ -35,13 +35,17 @@ def failures_as_errors(refusal: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # In a collective load torch raises the failures of all ranks on every rank.
-        rank, (cause, _) = min(getattr(error, "failures", {0: (error, None)}).items())
+        cause = error
+        where = ""
+        failures = getattr(error, "failures", None)
+        if failures is not None:
+            # In a collective load torch raises the failures of all ranks on every rank.
+            rank = min(failures)
+            cause, _ = failures[rank]
+            where = f" (on rank {rank})"
         if not is_caused_by_files(cause):
             raise
-        raise CheckpointError(
-            f"{refusal}: {_reason(cause)}" + (f" (on rank {rank})" if cause is not error else "")
-        ) from error
+        raise CheckpointError(f"{refusal}: {_reason(cause)}{where}") from error
 
 
 @contextlib.contextmanager
@@ -67,21 +71,17 @@ def store_failures_as_errors(refusal: str) -> Iterator[None]:
 def pickle_refusal(error: pickle.UnpicklingError) -> str:
     """Why torch refused to unpickle a file; torch's own message advises to load it anyway."""
     match = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return (
-        f"it holds more than data ({match.group(1)})"
-        if match
-        else "it holds more than data, or is damaged"
-    )
+    if match is None:
+        return "it holds more than data, or is damaged"
+    return f"it holds more than data ({match[1]})"
 
 
 def is_caused_by_files(error: BaseException) -> bool:
     """Whether files, a disk or an object store have caused ``error``; other errors are bugs."""
-    names = {base.__name__ for base in type(error).__mro__}
-    return (
-        isinstance(error, _FILE_ERRORS)
-        or not names.isdisjoint(_FILE_ERROR_NAMES)
-        or _is_from_store(error)
-    )
+    if isinstance(error, _FILE_ERRORS):
+        return True
+    is_of_megatron = any(base.__name__ == _MEGATRON_ERROR for base in type(error).__mro__)
+    return is_of_megatron or _is_from_store(error)
 
 
 def _is_from_store(error: BaseException) -> bool:
@@ -92,11 +92,9 @@ def _is_from_store(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        bases = {
-            base.__module__.partition(".")[0] for base in type(frame.f_locals.get("self")).__mro__
-        }
-        if package in _STORE_PACKAGES or not bases.isdisjoint(_STORE_PACKAGES):
+        classes = type(frame.f_locals.get("self")).__mro__
+        modules = [str(frame.f_globals.get("__name__")), *(each.__module__ for each in classes)]
+        if any(module.partition(".")[0] in _STORE_PACKAGES for module in modules):
             return True
     return False
 
@@ -104,7 +102,8 @@ def _is_from_store(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return pickle_refusal(error)
-    text = str(error).strip().split("\n")[0] or type(error).__name__
+    lines = str(error).strip().split("\n")
+    text = lines[0] or type(error).__name__
     if not isinstance(error, _FILE_ERRORS):
         text = f"{type(error).__name__}: {text}"  # of a library, whose messages may be a word
     if isinstance(error, CheckpointError):
@@ -112,6 +111,6 @@ def _reason(error: BaseException) -> str:
     if len(text) > _MAX_REASON_LENGTH:  # torch lists all tensors if one is missing
         text = text[:_MAX_REASON_LENGTH] + "..."
     # Torch's archive writer does not give the reason of a failed write (inline_container.cc).
-    return (
-        f"{text} (is the disk full?)" if "inline_container" in text or "iostream" in text else text
-    )
+    if "inline_container" in text or "iostream" in text:
+        text += " (is the disk full?)"
+    return text

@@ -13,21 +13,32 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import constants
+
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.storage.stores import download
 
 Needed = Literal["config", "tokenizer", "model"]
 
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
 )
 """Globs of the files that transformers' tokenizers save; never their code, as copies of it would be trusted."""
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@((?!\S*\.\.)\w\S*))?")
 """``org/name@revision``; a revision with ``..`` would lead out of the cache."""
-_ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+")
+_ADDRESS = re.compile(r"([a-z][a-z0-9+]+):/+(.*)", re.DOTALL)
 """Address of an object store; ``Path`` collapses its two slashes."""
 _ANY_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/|.*(://|::)", re.IGNORECASE | re.DOTALL)
 """Everything that some library would open as an address, also chained ones (``simplecache::s3://``)."""
@@ -41,7 +52,8 @@ WEIGHT_FILES = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 """File of all weights, and index of sharded ones; pickles are used only for a model without safetensors."""
-_SAFETENSORS, _PICKLES = ((single.replace(".", "*."), index) for single, index in WEIGHT_FILES)
+_SAFETENSORS = ("model*.safetensors", "model.safetensors.index.json")
+_PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "additional_chat_templates/*", "config.json")
 _PATTERNS: dict[Needed, tuple[str, ...]] = {
     "config": _CONFIGS,
@@ -58,18 +70,19 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
     Raises:
         ConfigError: If it is not a path, and a needed file is neither cached nor downloadable; names the file.
     """
-    if (address := _ADDRESS.match(str(name))) is not None:
-        rest = str(name)[address.end() :]
-        return Path(f"/{rest}") if address[1] == "file" else download(f"{address[1]}://{rest}")
+    address = _ADDRESS.fullmatch(str(name))
+    if address is not None:
+        protocol, rest = address.groups()
+        return Path(f"/{rest}") if protocol == "file" else download(f"{protocol}://{rest}")
     match = _hub_name(name)
     if match is None:
         return Path(os.path.expanduser(name))
-    from huggingface_hub import constants
-    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # costs a second
 
     repo, revision = match.groups()
     folder = _find_cached(repo, revision, needed)
-    missing, reason = _missing_file(folder, needed), "HF_HUB_OFFLINE is set"
+    missing = _missing_file(folder, needed)
+    reason = "HF_HUB_OFFLINE is set"
     if missing is not None and not constants.HF_HUB_OFFLINE:
         locks = Path(constants.HF_HUB_CACHE, ".locks", f"models--{repo.replace('/', '--')}")
         try:
@@ -78,7 +91,8 @@ def local_folder(name: str | Path, needed: Needed) -> Path:
                 folder = _find_cached(repo, revision, needed)
                 if _missing_file(folder, needed) is not None:
                     folder = _download(repo, revision, needed)
-            missing, reason = _missing_file(folder, needed), "and the hub does not have it"
+            missing = _missing_file(folder, needed)
+            reason = "and the hub does not have it"
         except Exception as error:  # any type: of huggingface_hub, or of its HTTP client
             reason = first_line(error)
     if missing is not None or folder is None:
@@ -109,8 +123,6 @@ def named_folder(name: str, needed: Needed, option: str) -> Path:
     match = _hub_name(name)
     if match is None:
         return Path(os.path.expanduser(name))
-    from huggingface_hub import constants
-
     repo, revision = match.groups()
     folder = _find_cached(repo, revision, needed)
     missing = _missing_file(folder, needed)
@@ -132,61 +144,66 @@ def _hub_name(name: str | Path) -> re.Match[str] | None:
 
 
 def _download_command(repo: str, revision: str | None) -> str:
-    return f"hf download {repo} --revision {revision}" if revision else f"hf download {repo}"
+    command = f"hf download {repo}"
+    if revision:
+        command += f" --revision {revision}"
+    return command
 
 
 def _find_cached(repo: str, revision: str | None, needed: Needed) -> Path | None:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download  # its HTTP client costs a second
 
     try:
-        patterns = list(_PATTERNS[needed])
-        return Path(
-            snapshot_download(
-                repo, revision=revision, allow_patterns=patterns, local_files_only=True
-            )
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=list(_PATTERNS[needed]),
+            local_files_only=True,
         )
     except (OSError, ValueError) as error:  # not or only partly cached, or an invalid name
-        # Offline, a partial snapshot may do: it may lack optional files only.
-        return (
-            Path(error.snapshot_path)
-            if constants.HF_HUB_OFFLINE and hasattr(error, "snapshot_path")
-            else None
-        )
+        if not constants.HF_HUB_OFFLINE or not hasattr(error, "snapshot_path"):
+            return None
+        folder = error.snapshot_path  # a partial snapshot may do: it may lack optional files only
+    return Path(folder)
 
 
 def _download(repo: str, revision: str | None, needed: Needed) -> Path:
     """Download a snapshot, with progress bars; called under the lock."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # its HTTP client costs a second
 
-    folder = Path(
-        snapshot_download(repo, revision=revision, allow_patterns=list(_PATTERNS[needed]))
-    )
+    patterns = list(_PATTERNS[needed])
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     if needed == "model" and _missing_file(folder, needed) == "model.safetensors":
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(_PICKLES)))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_PICKLES))
     return folder
 
 
 def _missing_file(folder: Path | None, needed: Needed) -> str | None:
     """Name of a needed file that is missing in ``folder``; None if it is complete."""
-    names = set() if folder is None else {file.name for file in folder.iterdir() if file.is_file()}
+    expected = "tokenizer.json" if needed == "tokenizer" else "config.json"
+    if folder is None:
+        return expected
+    names = {file.name for file in folder.iterdir() if file.is_file()}
     if needed == "tokenizer":
-        vocabularies = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-        return (
-            None
-            if any(fnmatchcase(name, glob) for name in names for glob in vocabularies)
-            else "tokenizer.json"
-        )
-    if folder is None or "config.json" not in names or needed == "config":
-        return None if "config.json" in names else "config.json"
+        globs = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+        is_there = any(fnmatchcase(name, glob) for name in names for glob in globs)
+    else:
+        is_there = expected in names
+    if not is_there:
+        return expected
+    if needed != "model":
+        return None
     for single, index in WEIGHT_FILES:
         if single in names:
             return None
         if index in names:
-            shards = set(_SHARD.findall((folder / index).read_text(encoding="utf-8")))
+            text = (folder / index).read_text(encoding="utf-8")
+            shards = set(_SHARD.findall(text))
             return min(shards - names, default=None)
     return "model.safetensors"
 
 
 def first_line(error: BaseException) -> str:
     """First line of an exception's message, or its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

@@ -50,9 +50,8 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock."""
         if self.descriptor is not None:
+            # Not by closing alone: a forked worker may have inherited the descriptor.
             with contextlib.suppress(OSError):
-                fcntl.flock(
-                    self.descriptor, fcntl.LOCK_UN
-                )  # a forked worker may have inherited the descriptor
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
             os.close(self.descriptor)
             self.descriptor = None

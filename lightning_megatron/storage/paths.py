@@ -14,6 +14,8 @@ from typing import IO, Any, Literal, cast
 
 from lightning_megatron.errors import ConfigError
 
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+
 
 def as_path(address: str | Path) -> Path:
     """``Path`` of a local address, or a ``UPath`` of an address with ``://``.
@@ -24,7 +26,7 @@ def as_path(address: str | Path) -> Path:
     if "://" not in str(address):
         return Path(address)
     try:
-        from upath import UPath
+        from upath import UPath  # optional
 
         path = UPath(str(address), use_listings_cache=False)  # other ranks write there, too
         assert path.fs is not None  # created lazily: fail here rather than in the middle of a run
@@ -71,21 +73,23 @@ def open_new(path: Path, mode: Literal["w", "wb"] = "w") -> IO[Any]:
     if path.exists() and not path.is_file():
         return path.open(mode)
     path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o666), mode, encoding=None if mode == "wb" else "utf-8")
+    descriptor = os.open(path, os.O_EXCL | _CREATE, 0o666)
+    encoding = None if mode == "wb" else "utf-8"
+    return os.fdopen(descriptor, mode, encoding=encoding)
 
 
 def open_to_append(path: Path) -> IO[str]:
     """Open a text file to append to it; a link of its name is replaced by a new file, and not written through."""
     if path.is_symlink():
         path.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+    descriptor = os.open(path, os.O_APPEND | _CREATE, 0o666)
+    return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def save_figure(figure: Any, path: Path) -> None:
     """Save a figure of matplotlib in the format of the file's suffix, or as PNG with that suffix if it has none."""
-    path = path if path.suffix[1:] else path.with_name(f"{path.name.rstrip('.')}.png")
+    if not path.suffix[1:]:
+        path = path.with_name(f"{path.name.rstrip('.')}.png")
     with open_new(path, "wb") as file:
         figure.savefig(file, format=path.suffix[1:].lower())
 
@@ -93,8 +97,10 @@ def save_figure(figure: Any, path: Path) -> None:
 def file_sizes(folder: Path) -> dict[str, int]:
     """Size in bytes of each file in a directory, by name; a single request to a store."""
     if not is_remote(folder):
-        return {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-    entries = cast(Any, folder).fs.ls(cast(Any, folder).path, detail=True)
+        files = [file for file in folder.iterdir() if file.is_file()]
+        return {file.name: file.stat().st_size for file in files}
+    remote: Any = folder
+    entries = remote.fs.ls(remote.path, detail=True)
     return {
         entry["name"].rpartition("/")[2]: entry["size"]
         for entry in entries
@@ -113,8 +119,11 @@ def sync(path: Path) -> None:
 
 def readable_size(num_bytes: float) -> str:
     """Human-readable size with three significant digits, e.g. ``12.3 MB``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 999.5:  # larger ones would print as 1e+03
-            break
-        num_bytes, unit = num_bytes / 1000, "TB"
-    return f"{num_bytes:,.0f} bytes" if unit == "bytes" else f"{num_bytes:,.3g} {unit}"
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 999.5 and len(units) > 1:  # would print as 1e+03
+        num_bytes /= 1000
+        del units[0]
+    unit = units[0]
+    if unit == "bytes":
+        return f"{num_bytes:,.0f} bytes"
+    return f"{num_bytes:,.3g} {unit}"

@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.storage.locks import FolderLock
@@ -67,7 +67,11 @@ def exit_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(
-    folder: Path, name: str, *, last: Collection[str] = (), error: type[ConfigError] = ConfigError
+    folder: Path,
+    name: str,
+    *,
+    last: Collection[str] = (),
+    error: type[ConfigError] = ConfigError,
 ) -> Iterator[Path]:
     """Yield a locked, empty, hidden staging directory in ``folder``; publish its content when the block ends.
 
@@ -140,7 +144,8 @@ def _empty(partial: Path, error: type[ConfigError]) -> None:
                 "nobody is writing there"
             )
         for name in names:
-            if stat.S_ISDIR(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+            status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
                 shutil.rmtree(name, dir_fd=descriptor)
             else:
                 os.unlink(name, dir_fd=descriptor)
@@ -188,9 +193,10 @@ def publish(partial: Path, path: Path) -> None:
 def _publish_remote(partial: Path, path: Path) -> None:
     if partial != path:
         delete_from_store(path)
-        store = cast(Any, path).fs
+        source: Any = partial
+        target: Any = path
         for name in sorted(file_sizes(partial), key=lambda name: name == COMPLETE_MARKER):
-            store.copy(cast(Any, partial / name).path, cast(Any, path / name).path)
+            target.fs.copy((source / name).path, (target / name).path)
     delete_from_store(path.with_name(path.name + PARTIAL))
 
 
@@ -198,13 +204,14 @@ def recover(path: Path) -> Path:
     """``path``, or the complete replaced or staged directory beside it if a crash interrupted a ``publish``."""
     if is_remote(path):
         partial = path.with_name(path.name + PARTIAL)
-        return (
-            partial
-            if not (path / COMPLETE_MARKER).is_file() and (partial / COMPLETE_MARKER).is_file()
-            else path
-        )
+        is_complete = (path / COMPLETE_MARKER).is_file()
+        if not is_complete and (partial / COMPLETE_MARKER).is_file():
+            return partial
+        return path
     replaced = path.with_name(path.name + _REPLACED)
-    return replaced if not path.exists() and replaced.is_dir() else path
+    if not path.exists() and replaced.is_dir():
+        return replaced
+    return path
 
 
 def remove(path: Path) -> None:
@@ -236,16 +243,17 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
 
 def _remove_if_abandoned(partial: Path) -> None:
     """Delete a staging directory unless it is locked, or the file system has no locks to tell."""
-    # An empty one may have just been created, and is about to be locked.
-    if not partial.is_symlink() and partial.is_dir() and any(partial.iterdir()):
-        with contextlib.suppress(ConfigError):
-            lock = FolderLock(partial)
-            is_own = lock.descriptor is not None and _is_this_user(
-                os.fstat(lock.descriptor).st_uid, partial.parent
-            )
-            if is_own:
+    if partial.is_symlink() or not partial.is_dir():
+        return
+    if not any(partial.iterdir()):  # it may have just been created, and is about to be locked
+        return
+    with contextlib.suppress(ConfigError):
+        lock = FolderLock(partial)
+        if lock.descriptor is not None:
+            owner = os.fstat(lock.descriptor).st_uid
+            if _is_this_user(owner, partial.parent):
                 shutil.rmtree(partial, ignore_errors=True)
-            lock.release()
+        lock.release()
 
 
 def wait_for_deletions() -> None:
@@ -264,13 +272,13 @@ def _delete(path: Path) -> None:
         path.unlink()
         return
     wait_for_deletions()
-    removed = path.with_name(path.name.removesuffix(PARTIAL).removesuffix(_REPLACED) + _REMOVED)
+    name = path.name.removesuffix(PARTIAL).removesuffix(_REPLACED)
+    removed = path.with_name(name + _REMOVED)
     _delete_now(removed)
     path.rename(removed)
     sync(path.parent)
-    _deletions.append(
-        _deleter.submit(shutil.rmtree, removed, ignore_errors=True)
-    )  # exit waits for it
+    deletion = _deleter.submit(shutil.rmtree, removed, ignore_errors=True)
+    _deletions.append(deletion)  # exit waits for it
 
 
 def _delete_now(path: Path) -> None:
@@ -285,7 +293,8 @@ def _exchange(a: Path, b: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+    paths = (_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b))
+    if renameat2(*paths, _RENAME_EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
     if error in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):

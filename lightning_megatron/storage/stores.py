@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.storage.paths import as_path
@@ -37,7 +37,8 @@ def download(address: str) -> Path:
             remote: _listed_name(remote, entry["type"], source.path)
             for remote, entry in listed.items()
         }
-        source.fs.get(list(names), [str(target / name) for name in names.values()])
+        local = [str(target / name) for name in names.values()]
+        source.fs.get(list(names), local)
     except ConfigError:
         raise
     except Exception as error:  # clients of stores have types of their own
@@ -57,7 +58,8 @@ def _listed_name(remote: str, kind: str, root: str) -> str:
     name = remote.removeprefix(root).removeprefix("/")
     is_below = remote == root or remote.startswith(f"{root}/")
     is_plain = not re.search(r"[\\\x00-\x1f]|^[A-Za-z]:", name)
-    leads_out = bool(name) and any(part in ("", ".", "..") for part in name.split("/"))
+    parts = name.split("/") if name else []
+    leads_out = not {"", ".", ".."}.isdisjoint(parts)
     if kind != "file" or not is_below or not is_plain or leads_out:
         raise ConfigError(
             f"{root}: expected a listing of files below it, got {remote!r} ({kind}); do not trust this store"
@@ -72,4 +74,5 @@ def delete_from_store(folder: Path) -> None:
     """Delete a directory of a store, ``COMPLETE_MARKER`` first, so that a half-deleted one is never read."""
     (folder / COMPLETE_MARKER).unlink(missing_ok=True)
     if folder.exists():
-        cast(Any, folder).fs.rm(cast(Any, folder).path, recursive=True)
+        remote: Any = folder
+        remote.fs.rm(remote.path, recursive=True)

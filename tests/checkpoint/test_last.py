@@ -329,11 +329,13 @@ def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_pat
 def test_skipped_unreadable_checkpoint_is_warned_about(tmp_path: Path) -> None:
     _make(tmp_path, {"step=2.ckpt": 2, "step=4.ckpt": 4})
     (tmp_path / "step=4.ckpt" / "meta.pt").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* passed over"):
+    with pytest.warns(
+        UserWarning, match=r"step=4.ckpt/meta.pt is damaged.* Skipped, although complete"
+    ):
         assert _find(tmp_path, tmp_path) == str(tmp_path / "step=2.ckpt")
     shutil.rmtree(tmp_path / "step=2.ckpt")
     refused = pytest.raises(CheckpointError, match="finds no complete checkpoint, but .*step=4")
-    with pytest.warns(UserWarning, match="passed over"), refused:
+    with pytest.warns(UserWarning, match="Skipped, although complete"), refused:
         _find(tmp_path, "last")  # a resume never starts from scratch instead
 
 
