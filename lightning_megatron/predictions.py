@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -92,7 +93,8 @@ def _gather(loader: Any, predictions: Sequence[Any], strategy: _HasTopology) -> 
         pairs = zip(predictions, indices[0], strict=False)
         return [_match_samples(loader, prediction, batch) for prediction, batch in pairs]
 
-    own, group = call_on_all_ranks(match_batches), data_parallel_group()
+    own = call_on_all_ranks(match_batches)
+    group = data_parallel_group()
     replicas: list[Any] = [own] * dist.get_world_size(group)
     if len(replicas) > 1:
         dist.all_gather_object(replicas, own, group=group)
@@ -104,10 +106,12 @@ def _gather(loader: Any, predictions: Sequence[Any], strategy: _HasTopology) -> 
                     f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False"
                 )
             if sample is not None:
-                rows[sample] = pytree.tree_map(
-                    lambda leaf, row=row: None if leaf is None else leaf[row], prediction
-                )
+                rows[sample] = pytree.tree_map(partial(_row_of, row), prediction)
     return [rows[sample] for sample in sorted(rows)]
+
+
+def _row_of(row: int, leaf: Tensor | None) -> Tensor | None:
+    return None if leaf is None else leaf[row]
 
 
 _Sample: TypeAlias = tuple[int, int]
@@ -118,19 +122,24 @@ def _match_samples(
     loader: EvaluationLoader | PassLoader, prediction: Any, indices: Sequence[int]
 ) -> tuple[Any, list[_Sample | None]]:
     """Copy a batch's prediction to the CPU, and find the sample of each row; None for padding rows among them."""
-    leaves, structure = pytree.tree_flatten(prediction)
-    for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, Tensor):
+    lengths: set[int] = set()
+
+    def copy(leaf: Any) -> Tensor | None:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Tensor):
             raise ConfigError(
                 f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them"
             )
-    # Pickling a view would send its whole storage.
-    leaves = [None if leaf is None else leaf.detach().cpu().clone() for leaf in leaves]
-    lengths = {len(leaf) if leaf.dim() else -1 for leaf in leaves if leaf is not None}
+        lengths.add(len(leaf) if leaf.dim() else -1)
+        return leaf.detach().cpu().clone()  # pickling a view would send its whole storage
+
+    copied = pytree.tree_map(copy, prediction)
     real = [index for index in indices if index != PADDING_ROW]
     samples: list[_Sample | None]
     if isinstance(loader, EvaluationLoader) and loader.loader.batch_sampler is None and real:
-        samples = [(real[0], row) for row in range(max(lengths, default=1))]
+        num_rows = max(lengths, default=1)
+        samples = [(real[0], row) for row in range(num_rows)]
     elif lengths <= {len(real)}:
         samples = [(index, 0) for index in real]
     elif lengths == {len(indices)}:
@@ -139,7 +148,7 @@ def _match_samples(
         raise ConfigError(
             f"a prediction has {sorted(lengths)} rows, and its batch has {len(real)} samples; return one row per sample"
         )
-    return pytree.tree_unflatten(leaves, structure), samples
+    return copied, samples
 
 
 # ---- at least one sample per replica ---------------------------------------------------------------------------------
@@ -152,11 +161,12 @@ def check_predict_size(loader: object) -> None:
         ConfigError: If there are fewer samples than data-parallel replicas (batches, if an item is a whole batch).
     """
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader if batches is None else batches, "sampler", None)
-    if (
-        isinstance(sampler, UnrepeatedDistributedSampler)
-        and 0 < sampler.total_size < sampler.num_replicas
-    ):
+    if batches is None:
+        batches = loader
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, UnrepeatedDistributedSampler):
+        return
+    if 0 < sampler.total_size < sampler.num_replicas:
         raise ConfigError(_TOO_FEW_SAMPLES)
 
 

@@ -39,13 +39,24 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
 """Lightning callbacks that would not do what they promise here, most of them silently; and the reason."""
 
 
+_LEAST = {
+    "max_steps": -1,
+    "max_epochs": -1,
+    "min_steps": -1,
+    "min_epochs": -1,
+    "log_every_n_steps": 0,
+}
+"""Least values of the Trainer's counts, of which it checks few; -1 is no limit."""
+
+
 def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse options and callbacks of ``trainer`` that Megatron's engine cannot honour.
 
     Raises:
         ConfigError: For the first one found.
     """
-    if (steps := trainer.accumulate_grad_batches) != 1:
+    steps = trainer.accumulate_grad_batches
+    if steps != 1:
         raise ConfigError(
             f"accumulate_grad_batches={steps}: expected 1, since a batch is a whole optimizer step; use "
             f"MegatronStrategy(num_microbatches={steps}) and a batch_size {steps} times as large"
@@ -59,25 +70,23 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ConfigError(
                 f"{name}={value}: expected {unit}; use limit_val_batches=0 for no validation"
             )
-    for name in ("max_steps", "max_epochs", "min_steps", "min_epochs", "log_every_n_steps"):
+    for name, at_least in _LEAST.items():
         value = getattr(trainer, name, None)
-        require_number(
-            name, 0 if value is None else value, at_least=0 if name == "log_every_n_steps" else -1
-        )
-    if (
-        trainer._detect_anomaly
-    ):  # it would inspect uninitialized placeholders of gradients, and report their NaN
+        if value is not None:
+            require_number(name, value, at_least)
+    # It would inspect uninitialized placeholders of gradients, and report their NaN.
+    if trainer._detect_anomaly:
         raise ConfigError(
             "detect_anomaly=True: expected False, since gradients go to Megatron's buffers and not through autograd; "
             "use MegatronStrategy(on_nan='raise'), which names microbatch and rank"
         )
     check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        accumulates = getattr(callback, "going_to_accumulate_grad_batches", None)
+        if accumulates is not None and not accumulates():
+            continue  # a GradientAccumulationScheduler without effect
         for kind, reason in _REFUSED_CALLBACKS.items():
-            if (
-                isinstance(callback, kind)
-                and getattr(callback, "going_to_accumulate_grad_batches", lambda: True)()
-            ):
+            if isinstance(callback, kind):
                 raise ConfigError(f"{type(callback).__name__} {reason}")
 
 
@@ -98,14 +107,16 @@ def check_loaders(arguments: Mapping[str, Any]) -> None:
         )
     for name in ("train_dataloaders", "val_dataloaders", "dataloaders"):
         value = arguments.get(name)
-        loaders = list(value.values()) if isinstance(value, Mapping) else [value]
-        if isinstance(value, (list, tuple)):
-            loaders = list(value)[:1]  # the first item of a dataset is enough
+        loaders = [value]
+        if isinstance(value, Mapping):
+            loaders = list(value.values())
+        elif isinstance(value, (list, tuple)):
+            loaders = list(value[:1])  # the first item of a dataset is enough
         for loader in loaders:
             if loader is not None and not _yields_batches(loader):
-                what = f"a {type(value).__name__}" + f" of {type(loader).__name__}" * (
-                    value is not loader
-                )
+                what = f"a {type(value).__name__}"
+                if value is not loader:
+                    what += f" of {type(loader).__name__}"
                 fix = "give DataLoader(dataset, batch_size=...), or datamodule=DatasetDataModule(train=dataset)"
                 raise ConfigError(f"{name}: expected a DataLoader, got {what}; {fix}")
 
@@ -128,9 +139,8 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             ranks but is interactive, without a script that they could run.
     """
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    has_script = not is_interactive and (
-        sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])
-    )
+    is_module = sys.modules["__main__"].__spec__ is not None
+    has_script = not is_interactive and (is_module or os.path.isfile(sys.argv[0]))
     if num_processes > MOST_PROCESSES and not environment.creates_processes_externally:
         raise ConfigError(
             f"devices={num_processes} must be at most {MOST_PROCESSES}; correct devices"
@@ -145,10 +155,9 @@ def check_world_size(environment: ClusterEnvironment, num_processes: int, num_no
             f"process group of this process: expected {num_processes * num_nodes} ranks for the run, got "
             f"{dist.get_world_size()}; start the run in a new process"
         )
-    if (
-        isinstance(environment, LightningEnvironment)
-        or not environment.creates_processes_externally
-    ):
+    if isinstance(environment, LightningEnvironment):
+        return
+    if not environment.creates_processes_externally:
         return
     started = environment.world_size()
     if started != num_processes * num_nodes:

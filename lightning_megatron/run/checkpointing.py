@@ -53,11 +53,12 @@ from lightning_megatron.run.lightning_state import (
 from lightning_megatron.run.nonfinite import WeightOrigin
 from lightning_megatron.run.signals import DeferredSignals
 from lightning_megatron.run.start import (
-    REQUEUED,
     find_checkpoint,
     is_of_this_job,
     paths_of_last,
     preemption_path,
+    requeued_checkpoints,
+    savers_of,
 )
 from lightning_megatron.storage.failures import (
     failures_as_errors,
@@ -126,9 +127,9 @@ class Checkpointing:
         self._strategy = strategy
         if isinstance(load_from, (str, Path)):
             load_from = LoadFrom(path=str(load_from))
-        self._load_from = (
-            None if load_from is None else as_options(LoadFrom, load_from, "load_from")
-        )
+        self._load_from: LoadFrom | None = None
+        if load_from is not None:
+            self._load_from = as_options(LoadFrom, load_from, "load_from")
         self._asynchronous = async_save
         self.is_preempted = False
         self._start_checkpoint: str | None = None
@@ -174,9 +175,12 @@ class Checkpointing:
         """
         self._trainer = trainer
         self._signals = DeferredSignals(environment, group)
-        self._training_ended, self._first_step = False, None
-        self._failure, self._removals, self._steps = None, [], {}
+        self._training_ended = False
+        self._first_step = None
+        self._failure = None
         self._failed_lookup = None
+        self._removals = []
+        self._steps = {}
         self._undo.close()
 
     def end(self) -> None:
@@ -188,7 +192,8 @@ class Checkpointing:
 
     def take_loader_state(self) -> dict[str, Any] | None:
         """Pop the position in the training data to resume from; None to start from the beginning."""
-        state, self._loader_state = self._loader_state, None
+        state = self._loader_state
+        self._loader_state = None
         return state
 
     # ---- saving -----------------------------------------------------------------------------------------------------
@@ -235,7 +240,8 @@ class Checkpointing:
         Raises:
             CheckpointError: If the run ends here, and its last save fails or has failed before.
         """
-        saving, self.saving = self.saving, None
+        saving = self.saving
+        self.saving = None
         if saving is None:
             if is_final and self._failure is not None:
                 raise self._failure
@@ -251,7 +257,8 @@ class Checkpointing:
     def _tolerate_failed_lookups(self, saver: ModelCheckpoint) -> None:
         """Let a save fail, instead of the run, if ``saver`` cannot find out whether its checkpoint's name is taken.
 
-        Lightning asks before each save, on rank 0 alone, while the other ranks wait for the answer.
+        Lightning asks before each save, on rank 0 alone, while the other ranks wait for the answer. No hook lies
+        between the two (2.6.6, callbacks/model_checkpoint.py:file_exists), so the run replaces the method.
         """
         file_exists = saver.file_exists
 
@@ -274,7 +281,8 @@ class Checkpointing:
         Raises:
             CheckpointError: With the reason.
         """
-        error, self._failed_lookup = self._failed_lookup, None
+        error = self._failed_lookup
+        self._failed_lookup = None
         with raise_on_all_ranks(), failures_as_errors(f"checkpoint {path} is not written"):
             if error is not None:
                 raise error
@@ -294,7 +302,8 @@ class Checkpointing:
 
     def _abandon(self) -> None:
         """Abandon the save in progress, which other ranks may never join to complete. Does not communicate."""
-        saving, self.saving = self.saving, None
+        saving = self.saving
+        self.saving = None
         if saving is not None:
             saving.abandon()
             rank_zero_warn(
@@ -308,9 +317,12 @@ class Checkpointing:
             self._remove_replaced()
 
     def _remove_replaced(self) -> None:
-        removals, self._removals = self._removals, []
+        removals = self._removals
+        self._removals = []
+        if not self._strategy.is_global_zero:
+            return
         folders = self._checkpoint_folders
-        for path in removals if self._strategy.is_global_zero else ():
+        for path in removals:
             try:
                 with failures_as_errors(f"checkpoint {path} could not be removed"):
                     self._remove_own(path, folders)
@@ -352,42 +364,42 @@ class Checkpointing:
     def at_step_boundary(self) -> None:
         """Handle signals, and complete a save whose files are written; all ranks call this between two batches."""
         is_written = self.saving is not None and self.saving.is_written()
-        polled_save, self._polled_save = self._polled_save, self.saving
+        polled_save = self._polled_save
+        self._polled_save = self.saving
         all_written = self._signals.deliver(is_written)
         if all_written and polled_save is not None and polled_save is self.saving:
             self.finish()
 
     def on_train_start(self) -> None:
         """Record the first step, warn of callbacks that would not save, and preallocate memory for async saves."""
-        trainer, batches = self._trainer, self._trainer.num_val_batches
+        trainer = self._trainer
         self._first_step = trainer.global_step
-        savers = [
-            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
-        ]
+        num_val_batches = trainer.num_val_batches
+        if not isinstance(num_val_batches, list):
+            num_val_batches = [num_val_batches]
+        savers = savers_of(trainer)
         for saver in savers:
             self._tolerate_failed_lookups(saver)
-        for monitor in (
-            saver.monitor for saver in savers if (saver.monitor or "").startswith("val_")
-        ):
-            if not (
-                sum(batches) if isinstance(batches, list) else batches
-            ):  # Lightning then silently saves nothing
+            monitor = saver.monitor or ""
+            if monitor.startswith("val_") and not sum(num_val_batches):
+                # Lightning would silently save nothing.
                 rank_zero_warn(
                     f"ModelCheckpoint(monitor={monitor!r}): expected validation, got a run without; it saves nothing, "
                     "or with save_last at the end only; leave monitor out and set every_n_train_steps"
                 )
         names = {(saver.dirpath, saver.filename) for saver in savers}
         if self._asynchronous and len(names) < len(savers):
-            self._asynchronous = (
-                False  # Lightning picks another name only if it finds the first one's file
-            )
+            # Lightning picks another name only if it finds the first one's file.
+            self._asynchronous = False
             rank_zero_warn(
                 "async_save=True: expected a filename or dirpath of its own for each ModelCheckpoint, got the same for "
                 "two, which would overwrite each other's checkpoints; training waits for saves until each has one"
             )
         if self._asynchronous and savers and not getattr(trainer, "fast_dev_run", False):
-            with_optimizer = not all(saver.save_weights_only for saver in savers)
-            preallocate(self._run if with_optimizer else self._run.weights_only(), self._memory)
+            run = self._run
+            if all(saver.save_weights_only for saver in savers):
+                run = run.weights_only()
+            preallocate(run, self._memory)
 
     def on_train_end(self) -> None:
         """Complete the last save.
@@ -396,7 +408,8 @@ class Checkpointing:
             CheckpointError: If it fails, or an earlier save has failed and none was attempted since.
         """
         self._run.settle()
-        self._training_ended, self._first_step = True, None
+        self._training_ended = True
+        self._first_step = None
         self.finish(is_final=True)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -412,14 +425,12 @@ class Checkpointing:
             return
         trainer = self._trainer
         end = f"SIGTERM at step {trainer.global_step}: the run ends with code {TERMINATED}"
-        path = None if self._first_step in (None, trainer.global_step) else preemption_path(trainer)
-        if path is not None:
-            trainer.save_checkpoint(path)
-        saved = (
-            "with nothing to save"
-            if path is None
-            else f"its checkpoint is {path}, resume with ckpt_path='last'"
-        )
+        saved = "with nothing to save"
+        if self._first_step not in (None, trainer.global_step):
+            path = preemption_path(trainer)
+            if path is not None:
+                trainer.save_checkpoint(path)
+                saved = f"its checkpoint is {path}, resume with ckpt_path='last'"
         rank_zero_info(f"{end}; {saved}")
         exception.code = TERMINATED
         self.is_preempted = True
@@ -438,26 +449,22 @@ class Checkpointing:
         Raises:
             CheckpointError: If the checkpoint is missing or not complete, or the object store for new ones refuses.
         """
-        savers = (
-            trainer.checkpoint_callbacks if trainer.state.fn in (None, TrainerFn.FITTING) else ()
-        )
-        folders = [
-            as_path(getattr(callback, "dirpath", None) or trainer.default_root_dir)
-            for callback in savers
-        ]
+        folders = []
+        if trainer.state.fn in (None, TrainerFn.FITTING):
+            for callback in trainer.checkpoint_callbacks:
+                folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+                folders.append(as_path(folder))
         # Before Lightning's callbacks look there. Ranks that have been started already list these directories at this
         # moment, so nothing is written before they can wait for each other, in setup.
         find.check_reachable(each for each in folders if is_remote(each))
         with store_failures_as_errors("the checkpoint to start from cannot be looked up"):
             found = find_checkpoint(trainer, ckpt_path)
-        self._start_checkpoint = (
-            None if found is None or found == "last" else str(found)
-        )  # "last": there is none
-        is_new = (
-            self._start_checkpoint is None
-            and self._strategy.lightning_module not in modules_with_weights
-        )
-        if self.initial_weights is not None and is_new:
+        self._start_checkpoint = None
+        has_checkpoint = found not in (None, "last")  # "last": there is none
+        if has_checkpoint:
+            self._start_checkpoint = str(found)
+        has_weights = self._strategy.lightning_module in modules_with_weights
+        if self.initial_weights is not None and not has_checkpoint and not has_weights:
             self.initial_weights.resolve()
         return found
 
@@ -471,10 +478,8 @@ class Checkpointing:
                 could not save its own.
         """
         self._run = run
-        module, rank_0_checkpoint = (
-            self._trainer.lightning_module,
-            self._strategy.broadcast(self._start_checkpoint),
-        )
+        module = self._trainer.lightning_module
+        rank_0_checkpoint = self._strategy.broadcast(self._start_checkpoint)
         with raise_on_all_ranks():
             if self._start_checkpoint != rank_0_checkpoint:
                 raise CheckpointError(
@@ -487,19 +492,20 @@ class Checkpointing:
                 folders = self._checkpoint_folders
                 find.check_writable(each for each in folders if asks_stores or not is_remote(each))
         source = self.initial_weights
-        checkpoint = None if self._start_checkpoint is None else as_path(self._start_checkpoint)
-        keeps_weights = checkpoint is None and module in modules_with_weights
-        if source is not None and checkpoint is None and not keeps_weights:
-            checkpoint = load_initial_weights(
-                run if fitting else replace(run, optimizer=None), source
-            )
-        if keeps_weights:
+        if self._start_checkpoint is None and module in modules_with_weights:
             self.weight_origin = modules_with_weights[module]
         else:
-            directory = getattr(module, "pretrained_path", None)
-            adapter = getattr(getattr(module, "adaptation", None), "source", None)
+            checkpoint = None
+            if self._start_checkpoint is not None:
+                checkpoint = as_path(self._start_checkpoint)
+            elif source is not None:
+                target = run if fitting else replace(run, optimizer=None)
+                checkpoint = load_initial_weights(target, source)
+            adaptation = getattr(module, "adaptation", None)
             self.weight_origin = WeightOrigin(
-                checkpoint=checkpoint, model=directory, adapter=adapter
+                checkpoint=checkpoint,
+                model=getattr(module, "pretrained_path", None),
+                adapter=getattr(adaptation, "source", None),
             )
         if fitting and self._strategy.is_global_zero:
             self._position = self._first_position()
@@ -519,10 +525,9 @@ class Checkpointing:
         if resumed is None:
             return find.RunPosition.new()
         root = as_path(self._trainer.default_root_dir)
-        requeued = [each for each in find.list_checkpoints(root) if each.match(REQUEUED)]
-        return find.continued(
-            resumed, beside=dict.fromkeys([*paths_of_last(self._trainer), *requeued])
-        )
+        beside = dict.fromkeys(paths_of_last(self._trainer))
+        beside |= dict.fromkeys(requeued_checkpoints(root))
+        return find.continued(resumed, beside)
 
     @property
     def initial_weights(self) -> LoadFrom | None:
@@ -536,7 +541,9 @@ class Checkpointing:
         datamodule = getattr(trainer, "datamodule", None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         resumes = fitting and (not self._strategy.load_weights_only or is_of_this_job(path))
-        run = self._run if resumes else replace(self._run, optimizer=None)
+        run = self._run
+        if not resumes:
+            run = replace(run, optimizer=None)
         modules_with_weights[trainer.lightning_module] = None if fitting else self.weight_origin
         self.finish()
         with self._strategy.engine():
@@ -590,13 +597,11 @@ class Checkpointing:
         """
         self._run.settle()
         self.finish()
-        newest_first = sorted(self._steps.items(), key=lambda entry: entry[1], reverse=True)
-        # Only rank 0 looks at the files: Lightning may have removed some.
-        found = (
-            str(path) for path, step in newest_first if step < before and find.is_complete(path)
-        )
+        newest = None
         with raise_on_all_ranks(), failures_as_errors("an earlier checkpoint cannot be looked up"):
-            newest = next(found, None) if self._strategy.is_global_zero else None
+            # Only rank 0 looks at the files: Lightning may have removed some.
+            if self._strategy.is_global_zero:
+                newest = self._newest_complete(before)
         path = self._strategy.broadcast(newest)
         if path is None:
             return None
@@ -606,3 +611,9 @@ class Checkpointing:
         for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         return loaded
+
+    def _newest_complete(self, before: int) -> str | None:
+        for path in sorted(self._steps, key=self._steps.__getitem__, reverse=True):
+            if self._steps[path] < before and find.is_complete(path):
+                return str(path)
+        return None

@@ -40,11 +40,9 @@ class FailureReport:
 
     def announce(self, error: BaseException) -> None:
         """Announce that this rank fails with ``error``, or have it reported as one line if another one was first."""
-        if (
-            not dist.is_initialized()
-            or dist.get_world_size() == 1
-            or not isinstance(error, Exception)
-        ):
+        if not isinstance(error, Exception) or not dist.is_initialized():
+            return
+        if dist.get_world_size() == 1:
             return
         rank = dist.get_rank()
         text = describe(error)
@@ -53,8 +51,8 @@ class FailureReport:
             # Not announced: the rank that was lost has died without a word, or will announce itself.
             if is_lost_connection(error) and not store.check([self._key]):
                 return
-            announced = json.loads(store.compare_set(self._key, "", json.dumps([rank, text])))
-            first_rank, first_text = announced
+            announced = store.compare_set(self._key, "", json.dumps([rank, text]))
+            first_rank, first_text = json.loads(announced)
             line = f"error: rank {first_rank} failed: {first_text}"
             if first_rank != rank:
                 if isinstance(error, RuntimeError):

@@ -50,11 +50,9 @@ class EngineLoss:
 
     def is_same(self, returned: object) -> bool:
         """Whether ``returned`` is this loss, or an alias such as ``loss.detach()``. Does not wait for a GPU."""
-        if (
-            not isinstance(returned, torch.Tensor)
-            or returned.requires_grad
-            or returned.numel() != 1
-        ):
+        if not isinstance(returned, torch.Tensor):
+            return False
+        if returned.requires_grad or returned.numel() != 1:
             return False
         is_alias = returned.data_ptr() == self.tensor.data_ptr()
         return is_alias and returned._version == self.version

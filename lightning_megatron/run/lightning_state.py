@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.datamodules.base import MegatronDataModule
-from lightning_megatron.errors import (
-    CheckpointError,
-)
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage.paths import is_remote
-
-if TYPE_CHECKING:
-    pass
 
 _TRAINING_STATE = ("loops", "callbacks", "lr_schedulers", "optimizer_states")
 
@@ -30,8 +25,12 @@ def without_training_state(
         datamodule: This run's data module, whose state in the dict is the position in the data; None if there is none.
     """
     dropped = (*_TRAINING_STATE, type(datamodule).__qualname__)
-    fresh = {k: v for k, v in lightning_state.items() if k not in dropped}
-    return {**fresh, "epoch": 0, "global_step": 0, "lr_schedulers": [], "optimizer_states": []}
+    fresh = {name: value for name, value in lightning_state.items() if name not in dropped}
+    fresh["epoch"] = 0
+    fresh["global_step"] = 0
+    fresh["lr_schedulers"] = []
+    fresh["optimizer_states"] = []
+    return fresh
 
 
 def forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path]) -> None:
@@ -44,32 +43,45 @@ def forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path]
     folders = [str(folder).rstrip("/") for folder in trusted if is_remote(folder)]
 
     def is_foreign(value: object) -> bool:
-        if not isinstance(value, str) or ("://" not in value and "::" not in value):
+        if not isinstance(value, str):
             return False
-        is_within = any(value == folder or value.startswith(f"{folder}/") for folder in folders)
+        if "://" not in value and "::" not in value:
+            return False
+        is_within = any(f"{value}/".startswith(f"{folder}/") for folder in folders)
         return not is_within or "/.." in value
 
     callbacks = lightning_state.get("callbacks")
-    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
+    if not isinstance(callbacks, Mapping):
+        return
+    for name, state in callbacks.items():
         if not isinstance(state, dict):
             continue
-        foreign = [key for key, value in state.items() if is_foreign(value)]
-        for key in foreign:
-            rank_zero_warn(
-                f"{key} of {name} in the checkpoint is {state[key]}, outside of the run's folders: forgotten"
-            )
-            state[key] = ""
-        if isinstance(kept := state.get("best_k_models"), dict):
-            state["best_k_models"] = {
-                path: score for path, score in kept.items() if not is_foreign(path)
-            }
+        for key, value in state.items():
+            if is_foreign(value):
+                rank_zero_warn(
+                    f"{key} of {name} in the checkpoint is {value}, outside of the run's folders: forgotten"
+                )
+                state[key] = ""
+        kept = state.get("best_k_models")
+        if isinstance(kept, dict):
+            own = {path: score for path, score in kept.items() if not is_foreign(path)}
+            state["best_k_models"] = own
 
 
 def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
     """State of the training data's loader, if it was a single ``ResumableLoader``."""
+    states = _fit_state(lightning_state).get("combined_loader", [])
+    if len(states) == 1 and "random_state" in states[0]:
+        state: dict[str, Any] = states[0]
+        return state
+    return None
+
+
+def _fit_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
+    """State of Lightning's loop of fit; empty if there is none."""
     fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
-    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
-    return states[0] if len(states) == 1 and "random_state" in states[0] else None
+    state: dict[str, Any] = fit_loop.get("state_dict", {})
+    return state
 
 
 def check_data_position(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
@@ -78,20 +90,22 @@ def check_data_position(lightning_state: dict[str, Any], datamodule: object, pat
     Raises:
         CheckpointError: If both have a data module, of different kinds.
     """
-    expected = type(datamodule).__qualname__ if isinstance(datamodule, MegatronDataModule) else None
-    states = {name: state for name, state in lightning_state.items() if isinstance(state, Mapping)}
-    # A conversion writes the state of each of our data modules, without an order.
-    saved = [name for name, state in states.items() if state.get("train_order") is not None]
-    if expected in states or not (expected or saved):
+    expected = ""
+    if isinstance(datamodule, MegatronDataModule):
+        expected = type(datamodule).__qualname__
+    saved = []
+    for name, state in lightning_state.items():
+        # A conversion writes the state of each of our data modules, without an order.
+        if isinstance(state, Mapping) and state.get("train_order") is not None:
+            saved.append(name)
+    if isinstance(lightning_state.get(expected), Mapping) or not (expected or saved):
         return
     if expected and saved:
         raise CheckpointError(
             f"data of checkpoint {path}: expected {expected}, got {' or '.join(saved)}; resume with the same kind, or "
             "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
         )
-    lightning_state.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(
-        "combined_loader", None
-    )
+    _fit_state(lightning_state).pop("combined_loader", None)
     rank_zero_warn(
         f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew"
     )
@@ -104,8 +118,10 @@ def close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:
     end of an epoch with one stray batch of the finished epoch, and restarts the next epoch's order after it.
     """
     fit_loop = lightning_state["loops"]["fit_loop"]
-    epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
-    if epochs["total"]["processed"] == epochs["total"]["ready"] and batches["is_last_batch"]:
+    epochs = fit_loop["epoch_progress"]
+    batches = fit_loop["epoch_loop.batch_progress"]
+    total = epochs["total"]
+    if total["processed"] == total["ready"] and batches["is_last_batch"]:
         for counts in epochs.values():  # if it was saved in on_train_epoch_end
             counts["completed"] = counts["processed"]
         batches["current"] = dict.fromkeys(batches["current"], 0)

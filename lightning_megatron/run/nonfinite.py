@@ -37,11 +37,11 @@ class WeightOrigin:
 
     def folder_of(self, key: Key) -> Path | None:
         """Checkpoint or directory with the tensor; None for one that was initialized at random."""
-        if self.checkpoint is not None and (
-            is_adapter(key.name) or not _has_only_adapters(self.checkpoint)
-        ):
-            return self.checkpoint
-        return self.adapter if is_adapter(key.name) else self.model
+        of_adapter = is_adapter(key.name)
+        checkpoint = self.checkpoint
+        if checkpoint is not None and (of_adapter or not _has_only_adapters(checkpoint)):
+            return checkpoint
+        return self.adapter if of_adapter else self.model
 
 
 def _has_only_adapters(checkpoint: Path) -> bool:
@@ -74,28 +74,34 @@ def check_weights(
     """
     finish_parameter_gathers(list(chunks))
     own = _nonfinite(chunks)
-    problem = _problem(own[0], origin, model) if own else ""
-    of_ranks: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, (problem, [str(key) for key in own]), group=group)
-    first = next((text for text, _ in of_ranks if text), None)
-    if first is None:
+    problem = ""
+    if own:
+        problem = _problem(own[0], origin, model)
+    finding = (problem, [str(key) for key in own])
+    findings = [finding] * dist.get_world_size(group)
+    dist.all_gather_object(findings, finding, group=group)
+    problems = [text for text, _ in findings if text]
+    if not problems:
         return
-    names = {name for _, of_rank in of_ranks for name in of_rank}
-    others = f" ({len(names) - 1} more weights are not finite either)" if len(names) > 1 else ""
-    raise NonFiniteError(f"step {step}: {first}{others}")
+    names = {name for _, of_rank in findings for name in of_rank}
+    message = f"step {step}: {problems[0]}"
+    if len(names) > 1:
+        message += f" ({len(names) - 1} more weights are not finite either)"
+    raise NonFiniteError(message)
 
 
 def _nonfinite(chunks: Iterable[Any]) -> list[Key]:
     """Keys of this rank's tensors that have a value that is NaN or infinite, in the order of the model."""
-    floats = [(key, tensor) for key, tensor in named_shards(chunks) if tensor.is_floating_point()]
-    if not floats:
+    keys: list[Key] = []
+    are_finite: list[torch.Tensor] = []
+    for key, tensor in named_shards(chunks):
+        if tensor.is_floating_point():
+            keys.append(key)
+            are_finite.append(tensor.isfinite().all())
+    if not keys:
         return []
-    are_finite = torch.stack([tensor.isfinite().all() for _, tensor in floats]).tolist()
-    return list(
-        dict.fromkeys(
-            key for (key, _), is_finite in zip(floats, are_finite, strict=True) if not is_finite
-        )
-    )
+    finite = torch.stack(are_finite).tolist()  # waits for the device once
+    return list(dict.fromkeys(key for key, ok in zip(keys, finite, strict=True) if not ok))
 
 
 def _problem(key: Key, origin: WeightOrigin | None, model: ModelConfig | None) -> str:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import psutil
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -18,9 +17,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.run.restarts import LAUNCHER
-
-if TYPE_CHECKING:
-    pass
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_POLL_SECONDS = 5.0
@@ -78,11 +74,8 @@ def _end_with(launcher: psutil.Process) -> None:
     while not _has_ended(launcher):
         time.sleep(_LAUNCHER_POLL_SECONDS)
     text = f"the launcher (process {launcher.pid}) has ended, so this rank ends, too"
-    print(
-        f"error: rank {os.environ.get('RANK', os.environ.get('LOCAL_RANK', 0))}: {text}",
-        file=sys.stderr,
-        flush=True,
-    )
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))
+    print(f"error: rank {rank}: {text}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -107,9 +100,8 @@ def elastic_layout(
     started, rest = divmod(environment.world_size(), num_processes)
     if not environment.creates_processes_externally or rest or not 0 < started < num_nodes:
         return parallel, num_nodes
-    dp, new_dp = (
-        parallel.data_parallel_size(nodes * num_processes) for nodes in (num_nodes, started)
-    )
+    dp = parallel.data_parallel_size(num_nodes * num_processes)
+    new_dp = parallel.data_parallel_size(started * num_processes)
     change = f"{started} of num_nodes={num_nodes} were started, so dp={new_dp} instead of {dp}"
     num_microbatches, rest = divmod(parallel.num_microbatches * dp, new_dp)
     if rest:

@@ -16,7 +16,6 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -29,9 +28,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_megatron.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_SECONDS = 0.05
@@ -59,9 +55,9 @@ def connect_ranks(
     backend = fabric._get_default_process_group_backend_for_device(device)
     device_id = device if device.type == "cuda" else None
     try:
-        store = (
-            None if dist.is_initialized() else _rendezvous_store(environment, num_nodes, timeout)
-        )
+        store = None
+        if not dist.is_initialized():
+            store = _rendezvous_store(environment, num_nodes, timeout)
         fabric._init_dist_connection(
             environment, backend, timeout=pg_timeout, device_id=device_id, store=store
         )
@@ -85,12 +81,13 @@ def connect_ranks(
 
 def _rendezvous_store(environment: ClusterEnvironment, num_nodes: int, timeout: timedelta) -> Store:
     """Key-value store of this start alone, once all of its ranks have joined; also sets gloo's network interface."""
-    rank, world_size = environment.global_rank(), environment.world_size()
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-        environment.main_address,
-        str(environment.main_port),
-    )
-    store = _local_store(environment, timeout) if rank == 0 and num_nodes == 1 else None
+    rank = environment.global_rank()
+    world_size = environment.world_size()
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    store = None
+    if rank == 0 and num_nodes == 1:
+        store = _local_store(environment, timeout)
     if store is None:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     address = _source_address(environment.main_address)
@@ -103,7 +100,9 @@ def _rendezvous_store(environment: ClusterEnvironment, num_nodes: int, timeout: 
         store.add(prefix, 1)
     if num_nodes > 1 and _GLOO_INTERFACE not in os.environ:
         # Debian resolves a host's own name to 127.0.1.1, which gloo would advertise to the other hosts.
-        own = address if _is_routable(address) else _source_address(peer)
+        own = address
+        if not _is_routable(own):
+            own = _source_address(peer)
         for interface, addresses in psutil.net_if_addrs().items():
             if own in (each.address for each in addresses):
                 os.environ[_GLOO_INTERFACE] = interface
@@ -121,9 +120,11 @@ def _local_store(environment: ClusterEnvironment, timeout: timedelta) -> Store |
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    host, port = environment.main_address, environment.main_port
+    host = environment.main_address
+    port = environment.main_port
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, _, _, address = found[0]
         listener = socket.socket(family, kind)
     except OSError:
         return None
@@ -159,11 +160,10 @@ def _admit_ranks(
     Raises:
         DistStoreError: If ranks are missing after ``timeout``.
     """
-    prefix, deadline, answered = (
-        uuid.uuid4().hex,
-        time.monotonic() + timeout.total_seconds(),
-        set[bytes](),
-    )
+    prefix = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    answered: set[bytes] = set()
+    peer = ""
     keys = [f"rank/{rank}" for rank in range(1, world_size)]
     while (joined := store.add(prefix, 0)) < len(keys):
         announced = store.multi_get(keys)  # waits until every rank has announced itself once
@@ -175,7 +175,7 @@ def _admit_ranks(
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"{joined + 1}")
         time.sleep(_POLL_SECONDS)
-    return prefix, peer if keys else ""
+    return prefix, peer
 
 
 def _source_address(host: str) -> str:

@@ -45,37 +45,34 @@ def supervise(command: Sequence[str], max_restarts: int) -> int:
         signals.append(signum)
         if child is not None and child.poll() is None:
             # As a terminal sends Ctrl-C to all ranks, and a scheduler SIGTERM to the program that it started.
-            (os.killpg if signum == signal.SIGINT else os.kill)(child.pid, signum)
+            send = os.killpg if signum == signal.SIGINT else os.kill
+            send(child.pid, signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, forward)
-    environment, first_start, code = {**os.environ, LAUNCHER: str(os.getpid())}, time.time(), 0
+    environment = {**os.environ, LAUNCHER: str(os.getpid())}
+    first_start = time.time()
+    code = 0
     for attempt in range(max_restarts + 1):
         start = time.time()
         child = subprocess.Popen(command, env=environment, process_group=0)
         result = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         if result is not None and result.si_status != 0:
+            # Before the child is reaped and its group's id can be reused.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    child.pid, signal.SIGKILL
-                )  # before the child is reaped and its group's id can be reused
+                os.killpg(child.pid, signal.SIGKILL)
         code = child.wait()
         if signals or code in _FINAL_CODES:
             break
-        cause = (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        )
-        action = (
-            f"restart {attempt + 1} of {max_restarts}"
-            if attempt < max_restarts
-            else "no restart is left"
-        )
+        cause = f"ended with code {code}"
+        if code < 0:
+            cause = f"was ended by {signal.Signals(-code).name}"
+        action = "no restart is left"
+        if attempt < max_restarts:
+            action = f"restart {attempt + 1} of {max_restarts}"
         duration = timedelta(seconds=round(time.time() - start))
         now = datetime.now().astimezone().isoformat(" ", "seconds")
-        print(
-            f"error: local rank 0 {cause} at {now}, after {duration}; {action}",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"error: local rank 0 {cause} at {now}, after {duration}; {action}"
+        print(line, file=sys.stderr, flush=True)
         environment[FIRST_START] = str(first_start)
     return code if code >= 0 else 128 - code

@@ -8,19 +8,17 @@ signal is only recorded; the registered handlers run between two batches, on all
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-if TYPE_CHECKING:
-    pass
 
 
 class DeferredSignals:
@@ -60,27 +58,27 @@ class DeferredSignals:
             Whether all ranks passed ``done`` at the previous call.
         """
         self._replace_handlers()
-        any_not_done, *received = [True, *(False for _ in self._signums)]
+        all_done = False
+        received: list[int] = []
         if self._pending is not None:
             work, flags = self._pending
             work.wait()
-            any_not_done, *received = flags.tolist()
-        flags = torch.tensor(
-            [not done, *(signum in self._received for signum in self._signums)], dtype=torch.uint8
-        )
+            any_not_done, *are_received = flags.tolist()
+            all_done = not any_not_done
+            received = list(itertools.compress(self._signums, are_received))
+        own = [signum in self._received for signum in self._signums]
+        flags = torch.tensor([not done, *own], dtype=torch.uint8)
         self._received.clear()
-        self._pending = (
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True),
-            flags,
-        )
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, flags)
         self.is_delivering = True
         try:
-            for signum, is_received in zip(self._signums, received, strict=True):
-                if is_received and signum in self._handlers:
+            for signum in received:
+                if signum in self._handlers:
                     self._handlers[signum](signum, None)
         finally:
             self.is_delivering = False
-        return not any_not_done
+        return all_done
 
     def _replace_handlers(self) -> None:
         """Replace the handlers that Lightning has registered since; Lightning itself restores the original ones."""

@@ -13,13 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import find
-from lightning_megatron.errors import (
-    CheckpointError,
-)
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.run.restarts import FIRST_START, is_of_this_run
-from lightning_megatron.storage.failures import (
-    failures_as_errors,
-)
+from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import as_path, is_remote
 
 if TYPE_CHECKING:
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
 LAST = ModelCheckpoint.CHECKPOINT_NAME_LAST + ModelCheckpoint.FILE_EXTENSION
 _PREEMPTED = "preempted.ckpt"
 """Name of the checkpoint saved on preemption where ``last.ckpt`` is a link."""
-REQUEUED = "hpc_ckpt_*.ckpt*"
+_REQUEUED = "hpc_ckpt_*.ckpt*"
 """Names of checkpoints that Lightning saves on SLURM's requeue signal (2.6.6, connectors/checkpoint_connector.py)."""
 
 
@@ -53,15 +49,13 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
     )
     if ckpt_path is None and fitting and saves_on_failure:
         ckpt_path = "last"
-    if (
-        fitting
-        and FIRST_START in os.environ
-        and (own := find_last(trainer)) is not None
-        and is_of_this_run(own.time)
-    ):
-        return str(own.path)
-    in_slurm = ckpt_path == "hpc" or SLURMEnvironment.detect()
-    requeued = _find_requeued(as_path(trainer.default_root_dir)) if in_slurm else None
+    if fitting and FIRST_START in os.environ:
+        own = find_last(trainer)
+        if own is not None and is_of_this_run(own.time):
+            return str(own.path)
+    requeued = None
+    if ckpt_path == "hpc" or SLURMEnvironment.detect():
+        requeued = _find_requeued(as_path(trainer.default_root_dir))
     if ckpt_path == "":
         raise CheckpointError(
             "ckpt_path must not be empty; give the path of a *.ckpt, or leave it out"
@@ -79,21 +73,18 @@ def find_checkpoint(trainer: pl.Trainer, ckpt_path: str | Path | None) -> str | 
             )
         return ckpt_path
     is_last = ckpt_path == "last"
-    found = (
-        find_last(trainer)
-        if is_last
-        else find.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
-    )
+    if is_last:
+        found = find_last(trainer)
+    else:
+        found = find.find_newest(ckpt_path, to_resume=_needs_optimizer(trainer))
     was_requeued = fitting and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    if (
-        requeued is not None
-        and was_requeued
-        and (not is_last or found is None or not _is_newer(found, requeued))
-    ):
-        rank_zero_info(
-            f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}"
-        )
-        return str(requeued.path)
+    if requeued is not None and was_requeued:
+        is_behind = found is not None and is_last and _is_newer(found, requeued)
+        if not is_behind:
+            rank_zero_info(
+                f"this job was requeued: it resumes from {requeued.path}, not from ckpt_path={ckpt_path}"
+            )
+            return str(requeued.path)
     if found is not None:
         return str(found.path)
     if is_last and any(is_remote(path) for path in paths_of_last(trainer)):
@@ -137,15 +128,19 @@ def find_last(trainer: pl.Trainer) -> find.CheckpointInfo | None:
 
 def paths_of_last(trainer: pl.Trainer) -> list[Path]:
     """Where ``ckpt_path="last"`` looks: the checkpoints of all callbacks, and what a preempted run saves."""
-    callbacks = trainer.checkpoint_callbacks
-    savers = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
     paths = [as_path(trainer.default_root_dir) / LAST]  # saved on SIGTERM
-    paths += [
-        as_path(each.ckpt_path) for each in callbacks if isinstance(each, OnExceptionCheckpoint)
-    ]
-    for folder in (folder for saver in savers for folder in _saver_folders(saver, trainer)):
-        paths += find.list_checkpoints(folder)
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, OnExceptionCheckpoint):
+            paths.append(as_path(callback.ckpt_path))
+    for saver in savers_of(trainer):
+        for folder in _saver_folders(saver, trainer):
+            paths += find.list_checkpoints(folder)
     return paths
+
+
+def savers_of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    """The Trainer's callbacks that save checkpoints as training goes on."""
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def preemption_path(trainer: pl.Trainer) -> Path | None:
@@ -153,7 +148,7 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 
     Every rank must call.
     """
-    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    savers = savers_of(trainer)
     # Lightning's debugging setup gives the Trainer the attribute, where no type checker sees it.
     if not savers or bool(getattr(trainer, "fast_dev_run", False)):
         return None
@@ -163,12 +158,10 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
     if log_dir is not None and folder.is_relative_to(as_path(log_dir).absolute()):
         # The log directory of this run alone, where the next run will not look.
         return as_path(trainer.default_root_dir).absolute() / LAST
-    # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
-    last = (
-        folder / _PREEMPTED
-        if saver.save_last == "link"
-        else as_path(saver.last_model_path or folder / LAST)
-    )
+    last = as_path(saver.last_model_path or folder / LAST)
+    if saver.save_last == "link":
+        # Lightning removes the target of a replaced link at once, perhaps before its replacement is complete.
+        last = folder / _PREEMPTED
     try:
         with failures_as_errors(f"{last} cannot be looked up"):
             is_own = find.is_checkpoint_within(last, [folder])
@@ -182,9 +175,14 @@ def preemption_path(trainer: pl.Trainer) -> Path | None:
 
 def is_of_this_job(path: Path) -> bool:
     """Whether the checkpoint was saved on SLURM's requeue signal, or by an earlier start of a restarted run."""
-    return path.match(REQUEUED) or (
-        FIRST_START in os.environ and is_of_this_run(find.find_newest(path).time)
-    )
+    if path.match(_REQUEUED):
+        return True
+    return FIRST_START in os.environ and is_of_this_run(find.find_newest(path).time)
+
+
+def requeued_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints in ``default_root_dir`` that were saved on SLURM's requeue signal."""
+    return [path for path in find.list_checkpoints(root) if path.match(_REQUEUED)]
 
 
 def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
@@ -197,10 +195,8 @@ def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
     if not trainer.loggers:
         return [as_path(trainer.default_root_dir) / "checkpoints"]
     logger = trainer.loggers[0]
-    runs, version = (
-        as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name),
-        logger.version,
-    )
+    runs = as_path(logger.save_dir or trainer.default_root_dir) / str(logger.name)
+    version = logger.version
     if isinstance(version, str) and not re.fullmatch(r"version_\d+", version):
         return [runs / version / "checkpoints"]
     return sorted(runs.glob("version_*/checkpoints"))
@@ -208,25 +204,24 @@ def _saver_folders(saver: ModelCheckpoint, trainer: pl.Trainer) -> list[Path]:
 
 def _needs_optimizer(trainer: pl.Trainer) -> bool:
     """Whether the run loads the optimizer state of a checkpoint, too."""
-    return trainer.state.fn == TrainerFn.FITTING and not getattr(
-        trainer.strategy, "load_weights_only", False
-    )
+    weights_only = getattr(trainer.strategy, "load_weights_only", False)
+    return trainer.state.fn == TrainerFn.FITTING and not weights_only
 
 
 def _is_newer(one: find.CheckpointInfo, requeued: find.CheckpointInfo) -> bool:
     """Whether a checkpoint is newer than that of a requeued job: by the counters of their line, else by steps."""
-    are_of_one_line = find.is_later(one, requeued) or find.is_later(requeued, one)
-    return find.is_later(one, requeued) if are_of_one_line else one.step > requeued.step
+    if find.is_later(one, requeued):
+        return True
+    return one.step > requeued.step and not find.is_later(requeued, one)
 
 
 def _find_requeued(root: Path) -> find.CheckpointInfo | None:
-    found, _ = find.find_complete(
-        each for each in find.list_checkpoints(root) if each.match(REQUEUED)
-    )
+    found, _ = find.find_complete(requeued_checkpoints(root))
     if found:
         have_counters = all(each.position is not None for each in found)
         return find.last_saved(found) if have_counters else find.newest(found)
-    if left := sorted(path.name for path in root.glob(REQUEUED)):
+    left = sorted(path.name for path in root.glob(_REQUEUED))
+    if left:
         raise CheckpointError(
             f"{root} has no complete checkpoint of a requeued job, but {', '.join(left)}; remove it and give ckpt_path"
         )
