@@ -45,9 +45,8 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "float": (Real, "a number"),
     "str": (str, "a string"),
     "timedelta": (timedelta, "a datetime.timedelta"),
-    **dict.fromkeys(
-        ("dict", "Mapping"), ((Mapping, list, tuple), "a dict")
-    ),  # pairs make a dict, too
+    "dict": ((Mapping, list, tuple), "a dict"),  # pairs make a dict, too
+    "Mapping": ((Mapping, list, tuple), "a dict"),
     "list": ((list, tuple), "a list"),
 }
 
@@ -81,12 +80,14 @@ def require_kind(name: str, value: object, annotation: str) -> None:
         ConfigError: "lr='3e-4' must be a number, and is a str; correct lr".
     """
     plain = annotation.removesuffix(" | None")
-    kind, noun = (
-        (object, "") if " | " in plain else _KINDS.get(plain.partition("[")[0], (object, ""))
-    )
     if value is None and plain != annotation:
         return
-    if not isinstance(value, kind) or (isinstance(value, bool) and plain in ("int", "float")):
+    kind: type | tuple[type, ...] = object
+    noun = ""
+    if " | " not in plain:
+        kind, noun = _KINDS.get(plain.partition("[")[0], (kind, noun))
+    is_bool = isinstance(value, bool) and plain in ("int", "float")
+    if is_bool or not isinstance(value, kind):
         raise ConfigError(
             f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}"
         )
@@ -98,7 +99,10 @@ def require_kind(name: str, value: object, annotation: str) -> None:
 
 
 def require_number(
-    name: str, value: object, at_least: float = 0, at_most: float | None = None
+    name: str,
+    value: object,
+    at_least: float = 0,
+    at_most: float | None = None,
 ) -> None:
     """Check that an option is a finite number from ``at_least`` to ``at_most``.
 
@@ -170,8 +174,12 @@ _MAX_DIVISOR = 1_000_000
 def divisors(number: int) -> list[int]:
     """All divisors of ``number`` in ascending order; of a number beyond all sizes only those below a million."""
     root = math.isqrt(max(number, 0))
-    small = [d for d in range(1, min(root, _MAX_DIVISOR) + 1) if number % d == 0]
-    return small if root > _MAX_DIVISOR else sorted({*small, *(number // d for d in small)})
+    last = min(root, _MAX_DIVISOR)
+    small = [divisor for divisor in range(1, last + 1) if number % divisor == 0]
+    if root > _MAX_DIVISOR:
+        return small
+    large = [number // divisor for divisor in small]
+    return sorted({*small, *large})
 
 
 def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividend: int) -> None:
@@ -196,14 +204,13 @@ def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividen
         raise ConfigError(f"{message}; choose {divisor_name} from {choices}")
 
 
-def host_memory() -> int:
-    """Physical memory of this host in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 # ---- on the command line ---------------------------------------------------------------------------------------------
 
-DONE, WRONG_ARGUMENTS, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 2, 130, 141, 143
+DONE = 0
+WRONG_ARGUMENTS = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+TERMINATED = 143
 
 _REPORT_DELAY_SECONDS = 6.0
 """How long other local ranks wait for local rank 0 to report the same error and end the job.
@@ -216,21 +223,25 @@ _MAX_LINE_LENGTH = 600
 def user_error(error: BaseException) -> str | None:
     """The message of a user error, in one line; None for any other error."""
     # Explicit causes only: an error raised while another is handled is a bug of its own.
-    causes = [error]
-    while causes[-1].__cause__ is not None and causes[-1].__cause__ not in causes:
-        causes.append(causes[-1].__cause__)
-    for cause in reversed(causes):
-        if isinstance(cause, ConfigError):
-            return one_line(str(cause))
-    # By name, because --help does not import Lightning; EarlyStopping raises RuntimeError for a missing metric.
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if "MisconfigurationException" in names or str(error).startswith(
-        "Early stopping conditioned on metric"
-    ):
-        return one_line(str(error))
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__
+    for each in reversed(causes):
+        if isinstance(each, ConfigError):
+            return one_line(str(each))
+    text = str(error)
+    # By name, because --help does not import Lightning.
+    is_of_lightning = any(
+        cls.__name__ == "MisconfigurationException" for cls in type(error).__mro__
+    )
+    # EarlyStopping raises RuntimeError for a missing metric.
+    if is_of_lightning or text.startswith("Early stopping conditioned on metric"):
+        return one_line(text)
     # Of torch.load by one of Lightning's own strategies.
-    if isinstance(error, RuntimeError) and str(error).startswith("PytorchStreamReader failed"):
-        reason = str(error).split("\n")[0]
+    if isinstance(error, RuntimeError) and text.startswith("PytorchStreamReader failed"):
+        reason = text.partition("\n")[0]
         return one_line(f"a file of torch.save is damaged ({reason}); use another copy")
     return None
 
@@ -238,7 +249,12 @@ def user_error(error: BaseException) -> str | None:
 def one_line(text: str) -> str:
     """The text with whitespace collapsed, truncated to ``_MAX_LINE_LENGTH``."""
     line = " ".join(text.split())
-    return line if len(line) <= _MAX_LINE_LENGTH else line[: _MAX_LINE_LENGTH - 1] + "…"
+    if len(line) > _MAX_LINE_LENGTH:
+        line = line[: _MAX_LINE_LENGTH - 1] + "…"
+    return line
+
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
@@ -247,9 +263,7 @@ def printable(text: str) -> str:
     Args:
         text: One line.
     """
-    return re.sub(
-        "[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda match: ascii(match[0])[1:-1], text
-    )
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def report(message: str) -> int:
@@ -258,13 +272,16 @@ def report(message: str) -> int:
     A user error usually occurs on every rank, so local rank 0 reports it. Other ranks wait until their parent process
     exits or the delay has passed; if the job is still running then, only this rank has the error, and it reports it.
     """
-    rank, parent, deadline = _local_rank(), os.getppid(), time.monotonic() + _REPORT_DELAY_SECONDS
+    rank = _local_rank()
+    parent = os.getppid()
+    deadline = time.monotonic() + _REPORT_DELAY_SECONDS
     while rank > 0 and time.monotonic() < deadline:
         if os.getppid() != parent:
             return WRONG_ARGUMENTS
         time.sleep(0.1)
-    prefix = f"local rank {rank}: " if rank > 0 else ""
-    print(f"error: {prefix}{printable(message)}", file=sys.stderr, flush=True)
+    if rank > 0:
+        message = f"local rank {rank}: {message}"
+    print(f"error: {printable(message)}", file=sys.stderr, flush=True)
     return WRONG_ARGUMENTS
 
 
@@ -280,14 +297,16 @@ def is_broken_pipe(output: TextIO) -> bool:
     try:
         output.flush()  # unwritten output is still buffered
     except BrokenPipeError:
-        with open(
-            os.devnull, "w"
-        ) as devnull:  # otherwise the interpreter flushes again at exit, and reports an error
+        # Otherwise the interpreter flushes again at exit, and reports an error.
+        with open(os.devnull, "w") as devnull:
             os.dup2(devnull.fileno(), output.fileno())
         return True
     return False
 
 
 def _local_rank() -> int:
-    ranks = (os.environ.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID"))
-    return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        rank = os.environ.get(name, "")
+        if rank.isdigit():
+            return int(rank)
+    return 0

@@ -61,10 +61,11 @@ class ForeignName(NamedTuple):
     @property
     def option(self) -> str | None:
         """Name of the option of a class or of a command of this package; None for other names."""
-        if match := re.fullmatch(r".*\((\w+)\)", self.ours):
-            return match[1]
-        match = re.fullmatch(rf"{PROG} [\w-]+ --([\w-]+)", self.ours)
-        return match[1].replace("-", "_") if match else None
+        match = re.fullmatch(rf".*\((\w+)\)|{PROG} [\w-]+ --([\w-]+)", self.ours)
+        if match is None:
+            return None
+        of_class, of_command = match.groups()
+        return str(of_class or of_command.replace("-", "_"))
 
     @property
     def cli_name(self) -> str | None:
@@ -72,21 +73,24 @@ class ForeignName(NamedTuple):
         section = _SECTIONS.get(self.ours.split("(")[0])
         if section is None or self.option is None:
             return None
-        return f"{section}.{self.option}" if section else self.option
+        return f"{section}.{self.option}".lstrip(".")
 
 
 @functools.cache
 def foreign_names() -> tuple[ForeignName, ...]:
     """All rows of the table."""
-    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
-        return tuple(
-            ForeignName(**row)
-            for row in csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE)
-        )
+    table = Path(__file__).with_suffix(".csv")
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="|", quoting=csv.QUOTE_NONE)
+        return tuple(ForeignName(**row) for row in rows)
 
 
 def suggest_option(
-    name: str, known: Iterable[str] | Mapping[str, str] = (), *, typed: bool = False, tool: str = ""
+    name: str,
+    known: Iterable[str] | Mapping[str, str] = (),
+    *,
+    typed: bool = False,
+    tool: str = "",
 ) -> str:
     """Suggest a replacement for an unknown option.
 
@@ -99,44 +103,55 @@ def suggest_option(
     Returns:
         The suggestion; empty if there is none.
     """
-    spellings = dict(known) if isinstance(known, Mapping) else {option: option for option in known}
+    spellings: dict[str | None, str] = {}
+    if isinstance(known, Mapping):
+        spellings.update(known)
+    else:
+        spellings.update((option, option) for option in known)
     plain = name.lstrip("-").replace("-", "_").lower()
-    rows = [row for row in foreign_names() if row.theirs.lower() == plain]
-    in_command = [row for row in rows if tool in row.used_by.split()]
-    elsewhere = [row for row in rows if row.used_by not in ("config", *_COMMANDS)]
-    rows = in_command or elsewhere or rows
-    row = next((row for row in rows if row.option in spellings), rows[0] if rows else None)
-    if row is None or plain in spellings:
-        for match in (
-            [plain] if plain in spellings else difflib.get_close_matches(plain, spellings, 1)
-        ):
-            return f"did you mean {spellings[match]}?"
+    rows = _rows_of(plain, tool)
+    if plain in spellings:
+        return f"did you mean {spellings[plain]}?"
+    if not rows:
+        close = difflib.get_close_matches(plain, filter(None, spellings), 1)
+        if close:
+            return f"did you mean {spellings[close[0]]}?"
         return f"choose from {', '.join(spellings.values())}" if spellings else ""
+    row = next((row for row in rows if row.option in spellings), rows[0])
     if not row.ours:
         return f"leave it out: {row.note}"
-    ours = f"--{row.cli_name}" if typed and row.cli_name else row.ours.replace(")", "=...)")
-    return f"use {spellings.get(row.option or '', ours)}{row.note and f', {row.note}'}"
+    ours = row.ours.replace(")", "=...)")
+    if typed and row.cli_name:
+        ours = f"--{row.cli_name}"
+    hint = f"use {spellings.get(row.option, ours)}"
+    if row.note:
+        hint += f", {row.note}"
+    return hint
+
+
+def _rows_of(theirs: str, tool: str) -> list[ForeignName]:
+    """Rows for a name: those of tools like ``tool``, else those of constructors, else all."""
+    rows = [row for row in foreign_names() if row.theirs.lower() == theirs]
+    in_command = [row for row in rows if tool in row.used_by.split()]
+    elsewhere = [row for row in rows if row.used_by not in ("config", *_COMMANDS)]
+    return in_command or elsewhere or rows
 
 
 def checks_options(cls: _Class) -> _Class:
     """Class decorator: raise ``ConfigError`` for options that the constructor does not have, or of a wrong type."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    names = list(inspect.signature(construct).parameters)[1:]
-    annotations = {
-        name: str(inspect.signature(construct).parameters[name].annotation) for name in names
-    }
+    _, *parameters = inspect.signature(construct).parameters.values()
+    annotations = {each.name: str(each.annotation) for each in parameters}
 
     @functools.wraps(construct)
     def checked(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name not in annotations:
-                raise ConfigError(
-                    f"{type(self).__name__} has no option {name!r}; {suggest_option(name, names)}"
-                )
-        positional = dict(
-            zip(names, args, strict=False)
-        )  # too many are a TypeError of the constructor
-        for name, value in {**positional, **options}.items():
+                hint = suggest_option(name, annotations.keys())
+                raise ConfigError(f"{type(self).__name__} has no option {name!r}; {hint}")
+        # Too many positional ones are a TypeError of the constructor.
+        positional = dict(zip(annotations, args, strict=False))
+        for name, value in (positional | options).items():
             require_kind(name, value, annotations[name])
             _require_options_object(name, value, annotations[name], construct.__globals__)
         construct(self, *args, **options)
@@ -164,7 +179,8 @@ def _require_options_object(
     options = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
     if options is None or (value is None and "None" in names):
         return
-    if not isinstance(value, (Mapping, *(kind for kind in kinds if isinstance(kind, type)))):
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
+    if not isinstance(value, (Mapping, *classes)):
         expected = options_object(options)  # type: ignore[arg-type]
         if "None" in names:
             expected += ", or None"

@@ -428,7 +428,8 @@ class MegatronModule(pl.LightningModule):
     def log_metrics(self, stage: Literal["val", "test"]) -> None:
         """Log the objective's metrics of each validation or test set; every rank must call."""
         num_batches = {"val": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}
-        for index in range(num_loaders := len(num_batches[stage])):
+        num_loaders = len(num_batches[stage])
+        for index in range(num_loaders):
             metrics = self._metrics_of(stage, index)
             # As Lightning appends it to the names of losses.
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
@@ -608,7 +609,8 @@ class MegatronModule(pl.LightningModule):
             if len(rows["input_ids"]) == 0:
                 return rows["input_ids"].long()
             # torch maps negative seeds in the same way.
-            options = {**vars(self.generation), "seed": (self.generation.seed + batch_idx) % 2**64}
+            options = dict(vars(self.generation))
+            options["seed"] = (self.generation.seed + batch_idx) % 2**64
             model = self._live_model(generates=True)
             return model.generate(rows, options, self._special_tokens, is_shared=False).sequences
 

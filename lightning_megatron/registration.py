@@ -15,7 +15,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -61,8 +61,8 @@ def _register_in(strategies: ModuleType) -> None:
         if name not in registry:  # this package may have been reloaded
             description = (
                 "Megatron-Core with tensor parallel size {tp} and pipeline parallel size {pp}"
-            )
-            registry.register(name, _build, description=description.format(**layout), **layout)
+            ).format(**layout)
+            registry.register(name, _build, description=description, **layout)
 
 
 def _build(tp: int, pp: int) -> MegatronStrategy:
@@ -82,17 +82,25 @@ class _RegisterAfterImport(MetaPathFinder):
         if fullname != _REGISTRY_MODULE:
             return None
         sys.meta_path.remove(self)
-        if (spec := importlib.util.find_spec(fullname)) is None or spec.loader is None:
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            _register_in(module)
-
-        # The original loader is kept, because inspect and importlib.resources get sources and files from it.
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        _extend(spec.loader, _register_in)
         return spec
+
+
+def _extend(loader: Loader, then: Callable[[ModuleType], None]) -> None:
+    """Have a loader call ``then`` with the module that it has executed.
+
+    The loader stays the same, because inspect and importlib.resources get sources and files from it.
+    """
+    execute = loader.exec_module
+
+    def execute_and_go_on(module: ModuleType) -> None:
+        execute(module)
+        then(module)
+
+    loader.exec_module = execute_and_go_on  # type: ignore[method-assign]
 
 
 # ---- former homes of public names -----------------------------------------------------------------------------------
@@ -163,16 +171,12 @@ class _FormerHomes(MetaPathFinder):
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next(filter(None, found), None) or ModuleSpec(fullname, _EmptyModule())
-        loader = spec.loader
-        assert loader is not None
-        execute = loader.exec_module
-
-        def execute_and_serve(module: ModuleType) -> None:
-            execute(module)
-            vars(module).setdefault("__getattr__", partial(self._get, fullname))
-
-        loader.exec_module = execute_and_serve  # type: ignore[method-assign]
+        assert spec.loader is not None
+        _extend(spec.loader, self._serve)
         return spec
+
+    def _serve(self, module: ModuleType) -> None:
+        vars(module).setdefault("__getattr__", partial(self._get, module.__name__))
 
     def _get(self, module: str, name: str) -> Any:
         """A public name that has moved from ``module``."""
@@ -196,24 +200,16 @@ _IGNORED_WARNINGS = (
     # Fallbacks of the engine: the start-up lines name what is used instead. Warnings of its config checks are about
     # transformer_config_overrides, and are kept.
     ("", r"megatron\.(?!core\.(transformer\.transformer_config|model_parallel_config)$)"),
-    (
-        r"`torch\.distributed\.\w+` is deprecated",
-        "",
-    ),  # Megatron uses names that torch 2.13 deprecates
+    # Megatron uses names that torch 2.13 deprecates.
+    (r"`torch\.distributed\.\w+` is deprecated", ""),
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", ""),  # Lightning does, too
     ("Please use DTensor instead", ""),  # ShardedTensor, used by Megatron's checkpoints
-    (
-        r"It is recommended to use `self\.log\(",
-        "",
-    ),  # sync_dist: losses are already equal on all ranks
-    (
-        r"Total length of `list` across ranks is zero",
-        "",
-    ),  # a data module without this split, by its options
-    (
-        r"predict returned None if it was on purpose",
-        "",
-    ),  # other ranks return None, and generated text may be streamed
+    # sync_dist: losses are already equal on all ranks.
+    (r"It is recommended to use `self\.log\(", ""),
+    # A data module without this split, by its options.
+    (r"Total length of `list` across ranks is zero", ""),
+    # Other ranks return None, and generated text may be streamed.
+    (r"predict returned None if it was on purpose", ""),
 )
 _IGNORED_RECORDS = {
     "lightning.pytorch.utilities.rank_zero": re.compile(
@@ -252,6 +248,8 @@ def _is_not_ignored(record: logging.LogRecord) -> bool:
 def _is_of_rank_zero(record: logging.LogRecord) -> bool:
     if _RECORDS_OF_ONE_RANK[record.name].match(str(record.msg)) is None:
         return True
-    from lightning_utilities.core.rank_zero import rank_zero_only
+    from lightning_utilities.core.rank_zero import (
+        rank_zero_only,  # importing the package is fast without
+    )
 
     return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it from the environment

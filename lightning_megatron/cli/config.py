@@ -1,6 +1,7 @@
 """The command ``config``: write a YAML for ``fit`` from questions, Accelerate's configuration, or a template.
 
-The YAML is ``run_settings.yaml`` with other values; its comments are also the questions.
+The YAML is ``run_settings.yaml`` with other values; its comments are also the questions. Slow imports are inside the
+functions.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from lightning_megatron.cli.yaml_limits import check_yaml_size
+from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
 from lightning_megatron.foreign_names import ForeignName, foreign_names, suggest_option
 from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
+from lightning_megatron.storage.hub import local_folder
 from lightning_megatron.storage.paths import open_new
 
 if TYPE_CHECKING:
@@ -45,13 +48,6 @@ _BOOLEANS = {
     "1": True,
     "0": False,
 }
-_RECOMPUTE = {
-    "selective": "selective",
-    "full": "full",
-    "no": None,
-    "yes": "selective",
-    "true": "selective",
-}
 PRECISIONS = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
@@ -62,7 +58,15 @@ PRECISIONS = {
 }
 _CHOICES: dict[str, dict[str, Any]] = {
     "bool": _BOOLEANS,
-    "recompute": {**_RECOMPUTE, "false": None, "none": None},
+    "recompute": {
+        "selective": "selective",
+        "full": "full",
+        "no": None,
+        "yes": "selective",
+        "true": "selective",
+        "false": None,
+        "none": None,
+    },
     "precision": PRECISIONS | {name: name for name in PRECISIONS.values()},
     "accelerator": {"gpu": "gpu", "cpu": "cpu", "true": "cpu", "false": "gpu"},
     "positions": {"true": "rotary", "false": None},
@@ -383,7 +387,6 @@ def _max_length(model: ModelConfig) -> int | None:
 def described_model(answer: str) -> tuple[str | dict[str, str], ModelConfig]:
     """Value of ``model.model`` for a path or a ``model_type`` (with transformers' default sizes), and its config."""
     from lightning_megatron.convert.registry import known_families, model_config
-    from lightning_megatron.storage.hub import local_folder
 
     path = Path(answer).expanduser()
     if answer in known_families() and not path.exists():
@@ -473,8 +476,6 @@ def _samples_to_steps(settings: Settings, option: str) -> str:
     Raises:
         ConfigError: If the number of processes is unknown, or the batch size ramp-up is invalid.
     """
-    from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
-
     parallel = _layout(settings)
     rows = settings.setdefault("data.micro_batch_size", 4)
     devices = settings["trainer.devices"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.storage.paths import readable_size
+from lightning_megatron.storage.publish import exit_on_sigterm
 
 
 def convert(options: ConvertOptions) -> None:
@@ -75,7 +76,6 @@ def average(
 
 def _print_converted(options: ConvertOptions, average_with: Sequence[Path]) -> None:
     from lightning_megatron.convert.convert import convert
-    from lightning_megatron.storage.publish import exit_on_sigterm
 
     start = time.monotonic()
     with exit_on_sigterm():

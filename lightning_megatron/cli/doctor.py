@@ -1,4 +1,7 @@
-"""The command ``doctor``: versions, devices, what implements each op of the engine, and optional packages."""
+"""The command ``doctor``: versions, devices, what implements each op of the engine, and optional packages.
+
+Slow imports are inside the functions.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_megatron.cli.doctor import check_accelerator
+from lightning_megatron.convert.companions import generation_config, tokenizer_files
 from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
 from lightning_megatron.errors import MOST_PROCESSES, CheckpointError, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.storage.hub import first_line
+from lightning_megatron.storage.hub import first_line, local_folder
 
 if TYPE_CHECKING:
     import torch
@@ -152,12 +155,9 @@ def _predict(
     streams: bool,
 ) -> None:
     """Complete tokenized prompts with the weights of any checkpoint; rank 0 writes the completions."""
-    import logging
-
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.cli.doctor import check_accelerator
     from lightning_megatron.convert.weight_loader import WeightLoader
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
@@ -214,9 +214,7 @@ def _default_precision(stored: ModelSource, accelerator: str) -> Any:
 
 
 def _tokenizer(given: Path | None, stored: ModelSource) -> Any:
-    from lightning_megatron.convert.companions import tokenizer_files
     from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-    from lightning_megatron.storage.hub import local_folder
 
     source = given or stored.path
     folder = stored.companions
@@ -233,7 +231,6 @@ def _with_special_tokens(
     generation: GenerationOptions, stored: ModelSource, tokenizer: Any
 ) -> GenerationOptions:
     """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
-    from lightning_megatron.convert.companions import generation_config
     from lightning_megatron.generate.special_tokens import special_token_ids
 
     has_config = generation_config(stored.companions)

@@ -1,4 +1,7 @@
-"""The command ``inspect``: describe a dataset or checkpoint, as short text or as complete JSON."""
+"""The command ``inspect``: describe a dataset or checkpoint, as short text or as complete JSON.
+
+Slow imports are inside the functions.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import psutil
+
 from lightning_megatron.engine.ops.report import ops_report
-from lightning_megatron.errors import ConfigError, host_memory
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
 from lightning_megatron.planning.parameters import (
@@ -70,7 +72,7 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     per_rank = (count - experts) // (parallel.tp * parallel.pp)
     per_rank += experts // (parallel.ep * parallel.pp)
     needed = per_rank * ranks * settings.params_dtype.itemsize
-    memory = host_memory()
+    memory = psutil.virtual_memory().total
     if needed > memory:
         raise ConfigError(
             f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} "
