@@ -60,10 +60,10 @@ def chats(source: str) -> Iterator[dict[str, Any]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
-        docstring = ast.get_docstring(node)
-        if not docstring:
-            continue
+        docstring = ast.get_docstring(node) or ""
         summary = " ".join(docstring.split("\n\n")[0].split())
+        if not summary:  # also of a docstring of spaces alone
+            continue
         signature = f"{node.name}({ast.unparse(node.args)})"
         yield {
             "messages": [

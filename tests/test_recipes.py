@@ -75,6 +75,7 @@ def test_recipe_trains_and_exports(name: str, work: Path, tmp_path: Path) -> Non
 
 def test_chats_ask_about_documented_functions() -> None:
     source = 'def add(a, b=1):\n    """Add two\n    numbers.\n\n    More."""\n\ndef _hidden():\n    """No."""\n'
+    source += 'def blank():\n    """ """\n'
     (chat,) = text.chats(source)
     assert [message["content"] for message in chat["messages"]] == [
         "What does add do?",
