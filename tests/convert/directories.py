@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_gpts import changes_of, gpt_model
@@ -40,7 +41,7 @@ def tiny_bert(head: str, num_labels: int = 2) -> Any:
     return copy.deepcopy(bert_model(head, num_labels))
 
 
-def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+def tensors_in(directory: Path) -> dict[str, Tensor]:
     """All tensors in the safetensors files of a model directory, by name."""
     return {
         name: tensor
@@ -49,7 +50,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor]:
+def save_as(model: Any, directory: Path, kind: Format) -> dict[str, Tensor]:
     """Save ``model``; returns the saved tensors by name."""
     if kind in ("safetensors", "sharded_safetensors"):
         model.save_pretrained(
@@ -62,9 +63,7 @@ def save_as(model: Any, directory: Path, kind: Format) -> dict[str, torch.Tensor
     return save_pickled(model.state_dict(), directory, kind)
 
 
-def save_pickled(
-    tensors: dict[str, torch.Tensor], directory: Path, kind: Format
-) -> dict[str, torch.Tensor]:
+def save_pickled(tensors: dict[str, Tensor], directory: Path, kind: Format) -> dict[str, Tensor]:
     """Save tensors as ``pytorch_model*.bin``, as transformers did before safetensors."""
     if kind != "sharded_bin":
         torch.save(

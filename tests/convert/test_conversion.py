@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from lightning_megatron.convert import ConvertOptions
 from lightning_megatron.convert.convert import convert
@@ -43,11 +44,11 @@ def _convert(source: Path, target: Path, **options: Any) -> Path:
     return target
 
 
-def _outputs(model: Any) -> torch.Tensor:
+def _outputs(model: Any) -> Tensor:
     tokens = torch.arange(1, 17).reshape(2, 8)
     extra = {"decoder_input_ids": tokens.flip(0)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        outputs: torch.Tensor = model.eval()(input_ids=tokens, **extra)[0]
+        outputs: Tensor = model.eval()(input_ids=tokens, **extra)[0]
     return outputs
 
 
@@ -328,7 +329,7 @@ def _train_and_save(run: Run, folder: str) -> None:
     trainer.lightning_module.save_pretrained(Path(folder) / "expected")
 
 
-def _load_with_megatron_core(checkpoint: str) -> dict[str, torch.Tensor]:
+def _load_with_megatron_core(checkpoint: str) -> dict[str, Tensor]:
     """Load a checkpoint into Megatron-Core's own GPT at tp=2, with only our process groups; this rank's weights."""
     from datetime import timedelta
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_megatron.convert import ConvertOptions
@@ -50,9 +51,9 @@ def write_distributed(
     return folder
 
 
-def stacked(source: Path) -> dict[str, torch.Tensor]:
+def stacked(source: Path) -> dict[str, Tensor]:
     """The weights of a Hugging Face directory under Megatron-Core's names, with layers stacked."""
-    layers: dict[str, list[torch.Tensor]] = {}
+    layers: dict[str, list[Tensor]] = {}
     tensors = {}
     for key, tensor in weights_of(source).tensors.items():
         if key.layer is None:
@@ -65,7 +66,7 @@ def stacked(source: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor per layer, unfused norms, and the prefix of a wrapper module."""
     named = {}
     for name, tensor in tensors.items():
@@ -78,7 +79,7 @@ def _numbered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return named
 
 
-def _padded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _padded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With 13 rows of vocabulary padding."""
     name = "embedding.word_embeddings.weight"
     return {

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import model_config, rules_of
@@ -37,7 +38,7 @@ from tests.parity.sharding import Tensors
 from tests.parity.training import Case, Layout, train_module, trainer_of
 from tests.ranks import run_ranks
 
-Rows = list[dict[str, torch.Tensor]]
+Rows = list[dict[str, Tensor]]
 
 LAYOUTS = (
     Layout(),
@@ -63,7 +64,7 @@ _GRADIENT_ATOL = 1e-6
 class Reference:
     """Results of the Hugging Face model."""
 
-    outputs: list[torch.Tensor]
+    outputs: list[Tensor]
     loss: float
     gradients: Tensors
     """By name in the saved files."""
@@ -256,7 +257,7 @@ def reference_of(hf_model: Any, rows: Rows) -> Reference:
     )
 
 
-def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
+def real_positions(hf_model: Any, rows: Rows) -> Tensor | None:
     if hf_model.config.is_encoder_decoder:
         return torch.stack([row["labels"] for row in rows]) != -100
     if "attention_mask" not in rows[0]:
@@ -267,7 +268,7 @@ def real_positions(hf_model: Any, rows: Rows) -> torch.Tensor | None:
 def _compare_outputs(
     results: list[RankResult],
     reference: Reference,
-    real: torch.Tensor | None,
+    real: Tensor | None,
     layout: Layout,
 ) -> float:
     errors = [0.0]
@@ -295,7 +296,7 @@ def _compare_outputs(
     return max(errors)
 
 
-def _join_over_tp(parts: list[torch.Tensor], width: int) -> torch.Tensor:
+def _join_over_tp(parts: list[Tensor], width: int) -> Tensor:
     if parts[0].shape[-1] == width:  # not split
         assert all(torch.equal(part, parts[0]) for part in parts)
         return parts[0]
@@ -381,7 +382,7 @@ def record_outputs(train_step: Any) -> Any:
     class OutputRecorder(step_class):
         def __init__(self) -> None:
             self.__dict__.update(train_step.__dict__)
-            self.outputs: list[list[torch.Tensor]] = []
+            self.outputs: list[list[Tensor]] = []
 
         def forward_step(
             self,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import model_config
@@ -62,8 +63,8 @@ class Call:
 
     model: str
     """A key of ``MODELS`` or ``ENCODER_DECODERS``."""
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor | None = None
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -123,7 +124,7 @@ def prompts(
     side: str = "left",
     lengths: tuple[int, ...] = (7, 3, 1, 5),
     width: int = 7,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Token ids and attention mask [b, width], padded on ``side``; the real tokens do not depend on ``side``."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.full((len(lengths), width), 2)
@@ -147,7 +148,7 @@ def layouts_on_gpus(*layouts: Layout) -> list[Any]:
 
 def make_call(
     model: str,
-    rows: tuple[torch.Tensor, ...] | None = None,
+    rows: tuple[Tensor, ...] | None = None,
     **options: Any,
 ) -> Call:
     """A call with ``rows`` (token ids and mask), by default those of ``prompts``."""
@@ -156,7 +157,7 @@ def make_call(
 
 
 @functools.cache
-def hf_output(call: Call) -> torch.Tensor:
+def hf_output(call: Call) -> Tensor:
     """Output of transformers; without a cache for T5s, since 5.23 makes one with the encoder's number of layers."""
     options = {
         "do_sample": False,
@@ -171,7 +172,7 @@ def hf_output(call: Call) -> torch.Tensor:
             if eos
             else {"pad_token_id": 0, **options, "eos_token_id": -1}
         )
-    output: torch.Tensor = hf_model(call.model).generate(
+    output: Tensor = hf_model(call.model).generate(
         call.input_ids, attention_mask=call.attention_mask, **options
     )
     return output
@@ -187,7 +188,7 @@ def generate(
     calls: Sequence[Call],
     layout: Layout,
     **case: Any,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Sequences by call; asserts that they are equal on every rank."""
     first, *others = run_with_models(generate_on_ranks, layout, calls, **case)
     for other in others:
@@ -236,7 +237,7 @@ def set_up(directory: str, case: Case, name: str) -> Any:
     return module
 
 
-def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[torch.Tensor]:
+def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[Tensor]:
     modules = {}
     sequences = []
     for call in calls:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.families.parity import pretrained_module
@@ -24,7 +25,7 @@ from tests.generate.models import (
 from tests.marks import exhaustive
 from tests.parity.training import Case, Layout, refusal, trainer_of
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 LENGTHS = (7, 3, 5, 6, 2)
 """Prompt lengths; their number is a multiple neither of the replicas nor of the batch size."""
@@ -111,11 +112,11 @@ def rows_of(name: str) -> Batch:
 
 @functools.cache
 @torch.no_grad()
-def expected_logits(name: str) -> torch.Tensor:
+def expected_logits(name: str) -> Tensor:
     output = hf_model(name)(**rows_of(name))
     if name == "ForQuestionAnswering":
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
-    logits: torch.Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits
+    logits: Tensor = output.prediction_logits if name == "ForPreTraining" else output.logits
     return logits
 
 

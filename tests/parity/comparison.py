@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from tests.parity.sharding import Tensors
 from tests.parity.training import Outcome
@@ -19,12 +20,12 @@ _TIMES_ROUNDING = 3.0
 """Two bf16 runs are each about one rounding error from the fp32 run, so up to two from each other; one in reserve."""
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """2-norm of the difference, relative to the 2-norm of the expected tensor."""
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def all_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+def all_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
     """Whether as many tensors are bitwise equal, one by one."""
     return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 

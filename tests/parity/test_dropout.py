@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.families.parity import padded_sentences
@@ -37,15 +38,15 @@ PROBABILITY = 0.25
 class Masks:
     """Dropout masks of one rank, in calling order."""
 
-    activations: list[torch.Tensor] = field(default_factory=list)
+    activations: list[Tensor] = field(default_factory=list)
     """After the embedding (first stage), then after each attention and MLP block: [s, b, h], or [s/tp, b, h]."""
-    attention: list[torch.Tensor] = field(default_factory=list)
+    attention: list[Tensor] = field(default_factory=list)
     """[b, np/tp, s, s]; True above the diagonal, which causality masks anyway."""
     probabilities: list[float] = field(default_factory=list)
     """Dropout probabilities of both kinds."""
 
 
-def are_independent(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_independent(a: Tensor, b: Tensor) -> bool:
     """Whether two masks are independent: the share of values dropped in one that are dropped in the other as well.
 
     With thousands of values it lies within 0.05 of ``PROBABILITY``; it is 1 if the masks are equal.
@@ -70,11 +71,11 @@ def recording(masks: Masks) -> Iterator[None]:
     is_inside = False
 
     def dropout(
-        x: torch.Tensor,
+        x: Tensor,
         p: float = 0.5,
         training: bool = True,
         inplace: bool = False,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         # Under the CPU emulation, a TorchFunctionMode, torch's own function calls this one again.
         nonlocal is_inside
         if is_inside or not training or p == 0:
@@ -87,12 +88,12 @@ def recording(masks: Masks) -> Iterator[None]:
         return out
 
     def attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *args: Any,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         probability = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
         if probability > 0:
             masks.probabilities.append(probability)
@@ -139,12 +140,12 @@ def _masks(layout: Layout, case: Case = CASE) -> list[Masks]:
     return run_ranks(dropout_masks, layout.world_size, replace(case, layout=layout))
 
 
-def _visible(mask: torch.Tensor) -> torch.Tensor:
+def _visible(mask: Tensor) -> Tensor:
     """Select the part of an attention mask that causality leaves visible."""
     return mask[..., torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).tril()]
 
 
-def _all_independent(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def _all_independent(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(are_independent(*masks) for masks in zip(a, b, strict=True))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.marks import exhaustive, on_gpus
 from tests.parity.comparison import assert_same_gradients, assert_same_tensors
@@ -58,7 +59,7 @@ def _save_random_adapter(case: Case, targets: list[str], folder: str) -> None:
     get_peft_model(model, config).save_pretrained(folder)
 
 
-def _train(case: Case, folder: str) -> tuple[Outcome, torch.Tensor]:
+def _train(case: Case, folder: str) -> tuple[Outcome, Tensor]:
     """Train the saved adapter, save it and the merged model, and return the outcome and final logits."""
     module = module_of(case, lora=f"{folder}/initial")
     outcome = train_module(module, case, loader_of(case), collect=tensors_of)
@@ -75,9 +76,7 @@ def _add_adapter(model: Any, folder: str) -> None:
     PeftModel.from_pretrained(model, folder, is_trainable=True)  # modifies the model in place
 
 
-def _train_with_peft(
-    case: Case, base: Tensors, folder: str
-) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, Tensor, Tensor]:
     from transformers import AutoModelForCausalLM
 
     outcome = train_hugging_face(case, base, partial(_add_adapter, folder=f"{folder}/initial"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data.instruction_rows import InstructionSamples
@@ -26,9 +27,9 @@ from tests.parity.training import (
 )
 from tests.ranks import run_ranks
 
-Texts = list[tuple[torch.Tensor, torch.Tensor]]
+Texts = list[tuple[Tensor, Tensor]]
 """Tokens, and which of them are targets."""
-Rows = list[dict[str, torch.Tensor]]
+Rows = list[dict[str, Tensor]]
 
 EOD = 3
 SWITCHES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

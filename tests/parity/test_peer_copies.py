@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.marks import exhaustive
 from tests.parity.comparison import assert_same_run
@@ -30,10 +31,10 @@ class _FakeWindow:
         self.num_barriers = 0
 
     def swap(self) -> None:
-        self.sent: dict[int, torch.Tensor] = {}
-        self.got: dict[int, torch.Tensor] = {}
+        self.sent: dict[int, Tensor] = {}
+        self.got: dict[int, Tensor] = {}
 
-    def buffer(self, source: int, target: int, like: torch.Tensor) -> torch.Tensor:
+    def buffer(self, source: int, target: int, like: Tensor) -> Tensor:
         assert like.numel() * like.element_size() <= self.num_bytes
         empty = torch.empty_like(like).view(torch.uint8)
         where = self.got[source] if target == self.rank else self.sent.setdefault(target, empty)
@@ -64,7 +65,7 @@ class _FakeWindow:
             work.wait()
 
 
-def _train_with_fake_windows(case: Case) -> tuple[Outcome, torch.Tensor | None, int]:
+def _train_with_fake_windows(case: Case) -> tuple[Outcome, Tensor | None, int]:
     from lightning_megatron.engine.ops import peer_copies
 
     windows: list[_FakeWindow] = []
@@ -77,7 +78,7 @@ def _train_with_fake_windows(case: Case) -> tuple[Outcome, torch.Tensor | None, 
     return *_train(case), sum(window.num_barriers for window in windows)
 
 
-def _train(case: Case) -> tuple[Outcome, torch.Tensor | None]:
+def _train(case: Case) -> tuple[Outcome, Tensor | None]:
     """Train; return the outcome and the trained module's logits, for which rows are not sharded."""
     module = module_of(case)
     run = train_module(module, case, loader_of(case))
@@ -176,7 +177,7 @@ def test_peer_copies_equal_collectives_on_gpus(layout: Layout) -> None:
     assert_same_run(outcome(case), join_outcomes([run for run, _ in plain]))
 
 
-def _train_without_copies(case: Case) -> tuple[Outcome, torch.Tensor | None]:
+def _train_without_copies(case: Case) -> tuple[Outcome, Tensor | None]:
     from lightning_megatron.engine.ops import peer_copies
 
     peer_copies.create_peer_copies = lambda group: None

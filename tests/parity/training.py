@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.checkpoint.runs import callback
@@ -209,7 +210,7 @@ def recorded_rates(rates: list[float]) -> Any:
     return callback(on_train_batch_start=append)
 
 
-class Sentences(Dataset[dict[str, torch.Tensor]]):
+class Sentences(Dataset[dict[str, Tensor]]):
     """Rows of random tokens, identical in every process."""
 
     def __init__(self, num_rows: int, labels: Labels = "all") -> None:
@@ -231,7 +232,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
@@ -308,7 +309,7 @@ def trainer_of(case: Case, **options: Any) -> Any:
     return Trainer(**{**QUIET, **arguments, **options})
 
 
-def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
+def loader_of(case: Case) -> DataLoader[dict[str, Tensor]]:
     """DataLoader with one epoch of ``case.steps`` global batches, the same for every layout."""
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     collate = _collate_short if case.labels == "short" else None
@@ -319,7 +320,7 @@ def loader_of(case: Case) -> DataLoader[dict[str, torch.Tensor]]:
     )
 
 
-def _collate_short(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _collate_short(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     end = SEQ_LENGTH if (batch["labels"][:, -1] != -100).any() else SEQ_LENGTH // 2
     return {name: tensor[:, :end] for name, tensor in batch.items()}

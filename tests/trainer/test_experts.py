@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from torch import Tensor
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.planning.parameters import total_parameters
@@ -61,9 +62,9 @@ def test_expert_load_is_logged_and_summary_counts_all_experts() -> None:
     )
 
 
-def _train_with_bias(run: Run) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+def _train_with_bias(run: Run) -> tuple[list[Tensor], dict[int, Tensor]]:
     """Expert counts of all layers after each step, and the biases by layer on this rank."""
-    counts: list[torch.Tensor] = []
+    counts: list[Tensor] = []
 
     def count(trainer: Any, *_: Any) -> None:
         counts.append(trainer.strategy.step_shape.expert_counts)

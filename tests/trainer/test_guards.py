@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoint.runs import (
     GLOBAL_BATCH,
@@ -30,10 +31,10 @@ LEFT_OUT = (5, 6, 7)
 """Steps that are skipped: the newest checkpoint is of step 4, and the spike is noticed when step 7 is queued."""
 
 
-def _batches() -> tuple[torch.Tensor, ...]:
+def _batches() -> tuple[Tensor, ...]:
     """Tokens of each step's global batch."""
     rows = [row["input_ids"] for row in rows_dataset(STEPS * GLOBAL_BATCH)]
-    batches: tuple[torch.Tensor, ...] = torch.stack(rows).split(GLOBAL_BATCH)
+    batches: tuple[Tensor, ...] = torch.stack(rows).split(GLOBAL_BATCH)
     return batches
 
 
@@ -44,7 +45,7 @@ def _spiky_step() -> Any:
     bad = _batches()[SPIKE - 1]
 
     class SpikyStep(GPTTrainStep):
-        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
             term = super().loss_func(batch, output)["lm_loss"]
             is_token_bad = batch["tokens"][:, None] == bad.to(output.device)
             if is_token_bad.all(-1).any():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.checkpoint.runs import callback
@@ -29,7 +30,7 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 
-Rows = list[dict[str, torch.Tensor]]
+Rows = list[dict[str, Tensor]]
 FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 # ---- sampling -------------------------------------------------------------------------------------------------------
@@ -92,14 +93,14 @@ def test_custom_distributed_sampler_is_kept() -> None:
 # ---- training equals one process on every layout --------------------------------------------------------------------
 
 
-class _Stream(IterableDataset[dict[str, torch.Tensor]]):
+class _Stream(IterableDataset[dict[str, Tensor]]):
     """Rows on data sources; elsewhere noise of a different length, which must not be used."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.is_data_source = True
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self.is_data_source:
             yield from iter(Sentences(self.num_rows))
         else:
@@ -286,7 +287,7 @@ def _messages(case: Case) -> list[str]:
     from lightning_megatron import DataError, GPTTrainStep
 
     class Picky(GPTTrainStep):
-        def check_batch(self, batch: dict[str, torch.Tensor]) -> None:
+        def check_batch(self, batch: dict[str, Tensor]) -> None:
             raise KeyError("mine")
 
     messages = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.checkpoint.runs import callback, read_tensors
 from tests.cli.command import run_all
@@ -80,12 +81,12 @@ def _train(
     }
 
 
-def _infer(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _infer(module: Any) -> tuple[Tensor, Tensor]:
     sequences = module.generate(TOKENS, max_new_tokens=4, eos_token_id=())
     return module.logits(TOKENS), sequences
 
 
-def _load_and_infer(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _load_and_infer(path: Path) -> tuple[Tensor, Tensor]:
     """Logits and sequences of a checkpoint, or of a Hugging Face directory by transformers."""
     from transformers import AutoModelForCausalLM
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
@@ -51,7 +52,7 @@ def _bad_step(kind: Kind | None) -> Any:
     bad = Sentences(5 * 12).tokens[BAD_STEP * 12 + BAD_ROW]
 
     class BadStep(GPTTrainStep):
-        def loss_func(self, batch: Batch, output: torch.Tensor) -> dict[str, LossTerm]:
+        def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
             is_bad = (batch["tokens"] == bad.to(output.device)).all(-1).any()
             if kind is None or not is_bad:
                 return super().loss_func(batch, output)
@@ -77,8 +78,8 @@ class Run:
     warnings: list[str]
     skipped_steps: float
     rates: list[float]
-    first_weights: list[torch.Tensor]
-    weights: list[torch.Tensor]
+    first_weights: list[Tensor]
+    weights: list[Tensor]
 
 
 def _run(
@@ -95,7 +96,7 @@ def _run(
     from lightning_megatron.errors import NonFiniteError
 
     rates: list[float] = []
-    first_weights: list[torch.Tensor] = []
+    first_weights: list[Tensor] = []
 
     def begin(trainer: Any, module: Any) -> None:
         first_weights.extend(_weights(module))
@@ -135,7 +136,7 @@ def _run(
     )
 
 
-def _weights(module: Any) -> list[torch.Tensor]:
+def _weights(module: Any) -> list[Tensor]:
     return [shard.data for shard in shards(module)]
 
 
@@ -274,7 +275,7 @@ def _overflow_for_ever(case: Case, options: dict[str, Any]) -> tuple[str, int]:
     from lightning_megatron.errors import NonFiniteError
 
     class NaNGradients(GPTTrainStep):
-        def loss_func(self, batch: Any, output: torch.Tensor) -> Any:
+        def loss_func(self, batch: Any, output: Tensor) -> Any:
             output.register_hook(lambda gradient: gradient * math.nan)
             return super().loss_func(batch, output)
 

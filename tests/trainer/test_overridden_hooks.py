@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.parity.comparison import all_equal
 from tests.parity.training import (
@@ -84,43 +85,43 @@ def _honoured() -> set[str]:
 # ---- what training_step returns --------------------------------------------------------------------------------------
 
 
-def _times_zero(module: Any, loss: torch.Tensor) -> Any:
+def _times_zero(module: Any, loss: Tensor) -> Any:
     return loss * 0
 
 
-def _penalized(module: Any, loss: torch.Tensor) -> Any:
+def _penalized(module: Any, loss: Tensor) -> Any:
     return loss + sum(weight.square().sum() for weight in module.parameters())
 
 
-def _equal_but_with_gradients(module: Any, loss: torch.Tensor) -> Any:
+def _equal_but_with_gradients(module: Any, loss: Tensor) -> Any:
     return loss.detach().requires_grad_()
 
 
-def _changed_in_place(module: Any, loss: torch.Tensor) -> Any:
+def _changed_in_place(module: Any, loss: Tensor) -> Any:
     return loss.mul_(0.5)
 
 
-def _nothing(module: Any, loss: torch.Tensor) -> Any:
+def _nothing(module: Any, loss: Tensor) -> Any:
     return None
 
 
-def _number(module: Any, loss: torch.Tensor) -> Any:
+def _number(module: Any, loss: Tensor) -> Any:
     return loss.item()
 
 
-def _dict_of_another(module: Any, loss: torch.Tensor) -> Any:
+def _dict_of_another(module: Any, loss: Tensor) -> Any:
     return {"loss": loss / 2, "logits": loss}
 
 
-def _dict_without_loss(module: Any, loss: torch.Tensor) -> Any:
+def _dict_without_loss(module: Any, loss: Tensor) -> Any:
     return {"logits": loss}
 
 
-def _another_on_one_rank(module: Any, loss: torch.Tensor) -> Any:
+def _another_on_one_rank(module: Any, loss: Tensor) -> Any:
     return loss * 0 if module.global_rank == 1 else loss
 
 
-def _nothing_on_one_rank(module: Any, loss: torch.Tensor) -> Any:
+def _nothing_on_one_rank(module: Any, loss: Tensor) -> Any:
     return None if module.global_rank == 0 else loss
 
 
@@ -138,19 +139,19 @@ OTHER_LOSSES = (
 )
 
 
-def _unchanged(module: Any, loss: torch.Tensor) -> Any:
+def _unchanged(module: Any, loss: Tensor) -> Any:
     return loss
 
 
-def _detached(module: Any, loss: torch.Tensor) -> Any:
+def _detached(module: Any, loss: Tensor) -> Any:
     return loss.detach()
 
 
-def _dict_with_more(module: Any, loss: torch.Tensor) -> Any:
+def _dict_with_more(module: Any, loss: Tensor) -> Any:
     return {"loss": loss, "logits": loss * 2}
 
 
-def _returning(change: Callable[[Any, torch.Tensor], Any]) -> type:
+def _returning(change: Callable[[Any, Tensor], Any]) -> type:
     from lightning_megatron import MegatronModule
 
     class Own(MegatronModule):
@@ -166,7 +167,7 @@ def _refusals(case: Case) -> list[str]:
     for change in OTHER_LOSSES:
         module = module_of(case, _returning(change))
         trainer = trainer_of(case)
-        before: list[torch.Tensor] = []
+        before: list[Tensor] = []
 
         def remember(*_: Any, kept: Any = before, owner: Any = module) -> None:
             kept.extend(weight.clone() for weight in owner.parameters())
@@ -279,11 +280,11 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
         def configure_model(self) -> None:
             self.layer = torch.nn.Linear(1, 1)
 
-        def _loss(self, batch: Any) -> torch.Tensor:
-            outputs: torch.Tensor = self.layer(batch["input_ids"][:, :1].float())
+        def _loss(self, batch: Any) -> Tensor:
+            outputs: Tensor = self.layer(batch["input_ids"][:, :1].float())
             return outputs.mean()
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self._loss(batch)
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -292,7 +293,7 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self._loss(batch)
 
-        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self._loss(batch)
 
         def configure_optimizers(self) -> Any:

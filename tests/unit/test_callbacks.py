@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.callbacks.loss_curve import Curve, LossCurve
@@ -57,13 +58,13 @@ class ToyModule(LightningModule):
         self.val_losses = list(val_losses or [])
         self.on_progress_bar: dict[str, float] = {}
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("train_loss", self.losses[self.trainer.global_step])
         self.log_dict(self.on_progress_bar, prog_bar=True)
-        outputs: torch.Tensor = self.layer(batch)
+        outputs: Tensor = self.layer(batch)
         return outputs.sum()
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self.val_losses:
             self.log("val_loss", self.val_losses[0])
 

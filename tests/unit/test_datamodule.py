@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
@@ -52,16 +53,16 @@ class Recorder(LightningModule):
     def __init__(self, ask_num_steps: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.train_rows: list[torch.Tensor] = []
+        self.train_rows: list[Tensor] = []
         self.validated: list[int] = []
         self._ask_num_steps = ask_num_steps
 
-    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         (rows,) = batch.values()
         self.train_rows.append(rows)
         return self.weight * 0.0
 
-    def validation_step(self, batch: dict[str, torch.Tensor]) -> None: ...
+    def validation_step(self, batch: dict[str, Tensor]) -> None: ...
 
     def on_validation_epoch_start(self) -> None:
         self.validated.append(self.trainer.global_step)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
 """Global layer numbers per pipeline stage and model chunk."""
@@ -65,7 +66,7 @@ def even(layers: int, pp: int = 1) -> Stages:
     return tuple((tuple(range(stage * each, (stage + 1) * each)),) for stage in range(pp))
 
 
-Entry = tuple[str, str, list[torch.Tensor]]
+Entry = tuple[str, str, list[Tensor]]
 """Megatron-LM's name, how tensor parallelism shards it, and the Hugging Face tensors it is made of."""
 
 
@@ -79,7 +80,7 @@ class Model:
     """Entries of a layer, by its global number."""
     last: list[Entry]
     """Entries after the layers."""
-    words: torch.Tensor
+    words: Tensor
     is_tied: bool
     width: int
     """Size of an attention head."""
@@ -174,9 +175,9 @@ def load(file: Path) -> dict[str, Any]:
 def flat(
     nested: Mapping[str, Any],
     before: str = "",
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Flatten nested dictionaries of tensors; names are joined with dots."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in nested.items():
         tensors |= (
             flat(value, f"{before}{name}.")
@@ -190,11 +191,11 @@ def flat(
 
 
 def _block(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     axis: int,
     rank: int,
     tp: int,
-) -> torch.Tensor:
+) -> Tensor:
     """The rank's equal part along an axis."""
     size = tensor.shape[axis] // tp
     return tensor.narrow(axis, rank * size, size)
@@ -202,11 +203,11 @@ def _block(
 
 def _shard(
     how: str,
-    tensors: list[torch.Tensor],
+    tensors: list[Tensor],
     layout: Layout,
     rank: int,
     width: int,
-) -> torch.Tensor:
+) -> Tensor:
     """A rank's shard of a tensor."""
     first = tensors[0]
     tp = layout.tp
@@ -254,7 +255,7 @@ def _shard(
 
 
 def _both(
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     ours: str,
     theirs: str,
 ) -> list[Entry]:
@@ -264,7 +265,7 @@ def _both(
 
 
 def _layer(
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     h: str,
     names: str,
     *,

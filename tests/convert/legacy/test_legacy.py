@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.convert import ConvertOptions, inferred_model
 from lightning_megatron.convert.convert import convert
@@ -429,8 +430,8 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     torch.save(state, file)
 
 
-def _encoder(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    encoder: dict[str, torch.Tensor] = state["model"]["language_model"]["encoder"]
+def _encoder(state: dict[str, Any]) -> dict[str, Tensor]:
+    encoder: dict[str, Tensor] = state["model"]["language_model"]["encoder"]
     return encoder
 
 
@@ -552,13 +553,13 @@ def _write(
     model: Any,
     folder: Path,
     **fields: Any,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Write ``model`` as ``folder / "legacy"``; returns its weights under Hugging Face's names."""
     model.save_pretrained(folder / "hf")
     # With this small multiple every layout has vocabulary padding.
     options: dict[str, Any] = {"to": "megatron-legacy", "make_vocab_size_divisible_by": 8, **fields}
     convert(ConvertOptions(load_path=folder / "hf", save_path=folder / "legacy", **options))
-    weights: dict[str, torch.Tensor] = model.state_dict()
+    weights: dict[str, Tensor] = model.state_dict()
     return weights
 
 

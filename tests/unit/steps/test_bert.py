@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.steps.base import LossTerm
@@ -100,7 +101,7 @@ def test_loss_mask_and_sample_mask_weight_tokens_and_rows() -> None:
 LM = {"input_ids": IDS, "labels": LABELS}
 PRETRAINING = {**LM, "next_sentence_label": torch.tensor([0, 1])}
 CLASSES: dict[str, Any] = {"num_labels": 3, "problem_type": "single_label_classification"}
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = {
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor], str]] = {
     "no_order": ("pretraining", {}, LM, r"no 'next_sentence_label'.*binary_head=False"),
     "token": ("masked_lm", {}, {**LM, "input_ids": IDS + 2}, r"input_ids\[1, 1\] is 7 .* 0..6 \(vocab_size=7\)"),
     "left_padding": ("pretraining", {}, {**PRETRAINING, "attention_mask": 1 - IDS // 4}, r"\[1, 0\] is 0.*right"),
@@ -134,7 +135,7 @@ def test_unsuitable_model_is_refused(fields: dict[str, Any], message: str) -> No
 
 
 def _compute_metrics(
-    step: BertTrainStep, batch: dict[str, torch.Tensor], output: Any
+    step: BertTrainStep, batch: dict[str, Tensor], output: Any
 ) -> dict[str, float]:
     prepared = step.prepare_batch(batch)
     metrics = step.metrics()
@@ -155,11 +156,11 @@ def _repeat_last_row(output: Any, number: int) -> Any:
 def _one_hot(
     classes: list[int] | list[list[int]],
     width: int,
-) -> torch.Tensor:
+) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor(classes), width).float()
 
 
-MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], Any, dict[str, float]]] = {
+MEASURED: dict[str, tuple[str, dict[str, Any], dict[str, Tensor], Any, dict[str, float]]] = {
     "masked tokens and sentence order": (
         "pretraining", {}, PRETRAINING, (TOKEN_LOSSES, ORDER_LOGITS),
         {"perplexity": math.exp(7 / 3), "sop_accuracy": 0.0},

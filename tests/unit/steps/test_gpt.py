@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from torch import Tensor
 
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.steps.base import Batch
@@ -28,7 +29,7 @@ def _step(**options: Any) -> GPTTrainStep:
     return step
 
 
-def _texts(rows: int = 6) -> torch.Tensor:
+def _texts(rows: int = 6) -> Tensor:
     """Tokens [rows, LENGTH + 1]: one row without end-of-document tokens, one with some at both ends and in a pair."""
     text = torch.randint(
         0,
@@ -41,7 +42,7 @@ def _texts(rows: int = 6) -> torch.Tensor:
     return text
 
 
-def _visible(prepared: Batch) -> torch.Tensor:
+def _visible(prepared: Batch) -> Tensor:
     """Visibility of keys to queries in a causal model: bool [b, s, s]."""
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     if "attention_mask" not in prepared:
@@ -163,7 +164,7 @@ IDS = torch.randint(
 
 ONES = torch.ones(2, LENGTH, dtype=torch.int64)
 
-REFUSED: dict[str, tuple[Mapping[str, torch.Tensor], str]] = {
+REFUSED: dict[str, tuple[Mapping[str, Tensor], str]] = {
     "two kinds": ({"text": IDS, "labels": IDS}, "'text' and 'labels' both"),
     "float tokens": ({"input_ids": IDS.float()}, "input_ids is torch.float32"),
     "too long": (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.errors import DataError
 from lightning_megatron.steps.t5 import T5TrainStep
@@ -44,7 +45,7 @@ ENCODER_MASK = torch.tensor(
 DECODER_MASK = torch.tensor([[1, 0, 0], [1, 1, 1]])
 
 
-def _megatron_batch(**changes: Any) -> dict[str, torch.Tensor]:
+def _megatron_batch(**changes: Any) -> dict[str, Tensor]:
     return {
         "text_enc": IDS,
         "text_dec": torch.tensor([[1, 11, 2], [1, 13, 14]]),
@@ -61,7 +62,7 @@ def _megatron_batch(**changes: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _outer(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _outer(queries: Tensor, keys: Tensor) -> Tensor:
     return queries[:, :, None] * keys[:, None, :]
 
 
@@ -110,6 +111,6 @@ def test_megatron_masks_may_be_per_key_or_per_pair(as_float: bool) -> None:
         ({"text_enc": IDS}, "batch keys 'input_ids' and 'text_enc' mean the same"),
     ],
 )
-def test_invalid_batch_is_refused(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_invalid_batch_is_refused(changes: dict[str, Tensor], message: str) -> None:
     with pytest.raises(DataError, match=message):
         _step().check_batch({**BATCH, **changes})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_megatron.engine.ops import attention, split_k
@@ -43,7 +44,7 @@ def _qkv(
     rows: int = 3,
     width: int = 64,
     device: str = "cpu",
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(queries + keys)
     shapes = [
         (queries, rows, HEADS, width),
@@ -57,7 +58,7 @@ def _qkv(
     ]
 
 
-def _segments(length: int, rows: int = 3, in_runs: bool = False) -> torch.Tensor:
+def _segments(length: int, rows: int = 3, in_runs: bool = False) -> Tensor:
     """Segment ids: documents with padding at the end, padding at the start, and random ids or a single run."""
     segments = torch.ones(rows, length, dtype=torch.int64)
     segments[0, length // 3 :] = 2
@@ -146,7 +147,7 @@ PATTERNS = [
 ]
 
 
-def _blocks(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(mask: BlockMask) -> tuple[Tensor, Tensor]:
     """Full blocks, and partial blocks that kernels mask pair by pair: bool [b, nq, nk] each."""
     masks = []
     for counts, indices in (
@@ -247,11 +248,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     # Otherwise torch silently falls back to s x s scores if a function needs too many graphs.
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
 
-    def counted_blocks(*args: Any) -> torch.Tensor:
+    def counted_blocks(*args: Any) -> Tensor:
         counts.blocks += 1
         return attend_flex(*args)
 
-    def counted_runs(*args: Any, **options: Any) -> torch.Tensor:
+    def counted_runs(*args: Any, **options: Any) -> Tensor:
         counts.runs += 1
         return attend_varlen(*args, **options)
 
@@ -260,9 +261,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     return counts
 
 
-def _assert_equals_cpu(
-    layer: SDPAttention, qkv: list[torch.Tensor], mask: torch.Tensor | None
-) -> None:
+def _assert_equals_cpu(layer: SDPAttention, qkv: list[Tensor], mask: Tensor | None) -> None:
     """Compare output and gradients with fp32 on the CPU, which families compare with transformers; ignore padding."""
     out = layer(*qkv, None if mask is None else mask.cuda())
     on_cpu = [x.detach().float().cpu().requires_grad_() for x in qkv]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.engine.ops import fp8
 from lightning_megatron.errors import ConfigError
@@ -19,7 +20,7 @@ EXACT = 1e-5
 """Relative error of fp32 sums in another order."""
 
 
-def _round_trip(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _round_trip(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` after quantization and dequantization, in fp32."""
     scale = x.float().abs().max() / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype).float() * scale
@@ -108,7 +109,7 @@ OUT = 96
 """8 tokens of each of 3 rows; neither 24 nor 12 per rank of two is a multiple of 16."""
 
 
-def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tensors() -> tuple[Tensor, Tensor, Tensor]:
     """Weight [out, in], inputs [2, s, b, in] and gradients [2, s, b, out] of two microbatches, of uneven sizes."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(OUT, IN, generator=generator) * 0.1
@@ -208,9 +209,9 @@ def _gather(
     name: str,
     i: int,
     sequence_parallel: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Concatenate the ranks' shards of a result."""
-    shards: list[torch.Tensor] = [results[name][i].float() for results in ranks]
+    shards: list[Tensor] = [results[name][i].float() for results in ranks]
     if (name == "y") == (kind == "column"):
         return torch.cat(shards, -1)
     if sequence_parallel:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
+from torch import Tensor
 
 from lightning_megatron.engine.ops.experts import _grouped_matmul
 from lightning_megatron.engine.ops.loss import token_losses
@@ -72,7 +73,7 @@ def test_expert_rows_are_recomputed_if_norms_are() -> None:
 
 
 class _Linear(torch.nn.Linear):
-    def forward(self, input_: torch.Tensor) -> Any:
+    def forward(self, input_: Tensor) -> Any:
         self.read = input_
         return super().forward(input_), None
 
@@ -114,9 +115,7 @@ S = 6
 B = 3
 
 
-def _inputs(
-    padded: int, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _inputs(padded: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [s, b, padded] with maximal padding logits, labels with two ignored positions, and loss weights."""
     generator = torch.Generator().manual_seed(3)
     logits = 4 * torch.randn(S, B, padded, generator=generator)
@@ -131,9 +130,7 @@ def _inputs(
     )
 
 
-def _dense_loss(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
     x = logits[..., :VOCAB].double().requires_grad_()
     counted = labels.masked_fill(labels < 0, -100)
@@ -192,9 +189,9 @@ def test_token_losses_equal_a_dense_softmax(
 
 def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
     logits, labels, _ = _inputs(VOCAB, torch.bfloat16)
-    saved: list[torch.Tensor] = []
+    saved: list[Tensor] = []
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
+    def keep(x: Tensor) -> Tensor:
         saved.append(x)
         return x
 
