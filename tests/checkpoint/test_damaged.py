@@ -17,10 +17,6 @@ from tests.checkpoint.runs import LLAMA, Run, callback, checkpoints_at, fit, tra
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 NO_DATA = r"is not loaded: it holds more than data \(posix.mkdir\)"
 UNFIT = "does not fit this run, or is damaged: "
 CASES: Mapping[str, tuple[damage.Damage, str]] = {

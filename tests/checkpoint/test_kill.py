@@ -28,10 +28,6 @@ from tests.checkpoint.runs import (
 )
 from tests.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 """Audit events of Python that precede a change of file names."""
 

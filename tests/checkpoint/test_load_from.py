@@ -24,10 +24,6 @@ from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
 from tests.recording import recorded_warnings
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 TP2: dict[str, Any] = {"tp": 2}
 RUN = Run(model=NO_DROPOUT, trainer={"max_steps": 3}, strategy=TP2)
 

@@ -26,10 +26,6 @@ from tests.marks import exhaustive
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 Layout = tuple[int, dict[str, Any]]
 """World size and arguments of the strategy."""
 

@@ -19,10 +19,6 @@ from tests.convert.directories import save_as, tensors_in, tiny
 from tests.convert.test_distributed_foreign import stacked, write_distributed
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 Arrays = dict[str, np.ndarray]
 
 _SCALES = (1.0, -0.3, 2.5)

@@ -34,10 +34,6 @@ from tests.parity.sharding import Tensors
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 
 def _convert(source: Path, target: Path, **options: Any) -> Path:
     convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "hf", **options}))

@@ -22,10 +22,6 @@ from tests.checkpoint.damage import update_checksums
 from tests.convert.directories import save_as, tiny, tiny_gpt2
 from tests.convert.weights import assert_same_weights, weights_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled, unavailable or uninitialized"
-)
-
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",

@@ -1,6 +1,7 @@
 """Small files that claim to be large: one builder for each kind of size, count and length that a file can state.
 
-Each builder damages a copy of the intact files of ``intact_files`` and returns the command that reads the result.
+Each builder damages a copy of the intact files of ``make_intact_files`` and returns the command that reads the result.
+Tables hold those that differ only in what is written.
 """
 
 import gzip
@@ -10,12 +11,16 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
 
 from tests.checkpoint.damage import update_checksums
@@ -29,9 +34,13 @@ Bomb = Callable[[Path], str]
 INSPECT = "inspect run.ckpt"
 CONVERT = "convert --load-path run.ckpt --save-path new --to hf"
 CONVERT_CORE = "convert --load-path core --save-path new --to hf --config hf"
+INSPECT_CORE = "inspect core"
 INSPECT_LEGACY = "inspect legacy"
+_CONFIG = "hf/config.json"
 CONVERT_HF = "convert --load-path hf --save-path new --to megatron"
 PREPROCESS = "preprocess --output-prefix new --tokenizer tok --input"
+FIT = "fit --config fit.yaml"
+FROM_ACCELERATE = "config --from-accelerate accelerate.yaml --output new.yaml"
 
 
 def make_intact_files(folder: Path) -> None:
@@ -52,6 +61,11 @@ def make_intact_files(folder: Path) -> None:
         (folder / "core" / name).unlink()
 
 
+def _write(name: str, content: bytes, command: str, folder: Path) -> str:
+    (folder / name).write_bytes(content)
+    return command
+
+
 # ---- pickles --------------------------------------------------------------------------------------------------------
 
 _MEMO_INDEX = b"\x80\x02Nr\x00\x00\x00\x08."
@@ -66,20 +80,10 @@ def _shared_lists(depth: int) -> list[Any]:
     return items
 
 
-def memo_index(folder: Path) -> str:
-    (folder / "core/.metadata").write_bytes(_MEMO_INDEX)
-    return "inspect core"
-
-
 def memo_index_in_a_checkpoint(folder: Path) -> str:
     (folder / "run.ckpt/.metadata").write_bytes(_MEMO_INDEX)
     update_checksums(folder / "run.ckpt")
     return INSPECT
-
-
-def memo_index_as_text(folder: Path) -> str:
-    (folder / "core/.metadata").write_bytes(b"Np134217728\n.")
-    return "inspect core"
 
 
 def _longest_shard(folder: Path) -> Path:
@@ -91,12 +95,6 @@ def _change_table(folder: Path, change: Callable[[Any], None]) -> None:
     table = pickle.loads(file.read_bytes())
     change(table)
     file.write_bytes(pickle.dumps(table))
-
-
-def shared_lists(folder: Path) -> str:
-    table = metadata.Metadata(state_dict_metadata={"a": _shared_lists(40)}, storage_data={})  # type: ignore[dict-item]
-    (folder / "core/.metadata").write_bytes(pickle.dumps(table))
-    return "inspect core"
 
 
 def huge_shape(folder: Path) -> str:
@@ -111,43 +109,10 @@ def huge_shape(folder: Path) -> str:
     return CONVERT_CORE
 
 
-def compressed_by_the_table(folder: Path) -> str:
-    """An entry that the table says is compressed, which torch decompresses without limit."""
-    import zstandard
-
-    file = _longest_shard(folder)
-    content = zstandard.compress(bytes(1 << 29), 1)
-    offset = file.stat().st_size
-
-    def change(table: Any) -> None:
-        for entry in table.storage_data.values():
-            entry.transform_descriptors = ("stream.zstd",)
-            entry.relative_path, entry.offset, entry.length = file.name, offset, len(content)
-
-    _change_table(folder, change)
-    file.write_bytes(file.read_bytes() + content)
-    return CONVERT_CORE
-
-
-def _replace_entries(folder: Path, content: bytes) -> str:
-    file = _longest_shard(folder)
-    offset = file.stat().st_size
-
-    def change(table: Any) -> None:
-        for entry in table.storage_data.values():
-            entry.relative_path, entry.offset, entry.length = file.name, offset, len(content)
-
-    _change_table(folder, change)
-    file.write_bytes(file.read_bytes() + content)
-    return CONVERT_CORE
-
-
-_BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."
-"""``bytearray(0x70000000)``, which ``weights_only`` allows."""
-
-
 def _archive(
-    pickled: bytes, tensors: dict[str, bytes], compression: int = zipfile.ZIP_STORED
+    pickled: bytes,
+    tensors: Mapping[str, bytes] = MappingProxyType({}),
+    compression: int = zipfile.ZIP_STORED,
 ) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", compression, compresslevel=1) as archive:
@@ -160,67 +125,107 @@ def _archive(
     return content.getvalue()
 
 
-def bytearray_in_a_shard(folder: Path) -> str:
-    return _replace_entries(folder, _archive(_BYTEARRAY, {}))
+def _saved(tensor: Tensor) -> bytes:
+    content = io.BytesIO()
+    torch.save(tensor, content)
+    return content.getvalue()
+
+
+def _pickled(tensor: Tensor) -> bytes:
+    """The pickle within the archive of ``torch.save``."""
+    with zipfile.ZipFile(io.BytesIO(_saved(tensor))) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        return archive.read(name)
+
+
+def _replace_entries(content: bytes, folder: Path, *transforms: str) -> str:
+    file = _longest_shard(folder)
+    offset = file.stat().st_size
+
+    def change(table: Any) -> None:
+        for entry in table.storage_data.values():
+            entry.relative_path = file.name
+            entry.offset = offset
+            entry.length = len(content)
+            if transforms:
+                entry.transform_descriptors = transforms
+
+    _change_table(folder, change)
+    file.write_bytes(file.read_bytes() + content)
+    return CONVERT_CORE
+
+
+_SHARDS = {
+    # ``bytearray(0x70000000)``, which ``weights_only`` allows.
+    "bytearray": _archive(b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x70\x85R."),
+    "tensor_of_a_length": _archive(b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x70\x85R."),
+    "storage_of_a_length": _archive(
+        b"\x80\x02ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x70\x85R."
+    ),
+    "numel": _archive(
+        _pickled(torch.zeros(7, dtype=torch.uint8)).replace(b"K\x07", b"J\x00\x00\x00\x70"),
+        {"0": bytes(7)},
+    ),
+    # A billion elements of which one is stored: the strides are 0.
+    "repeated_tensor": _saved(torch.zeros(1).expand(1 << 30)),
+}
+"""Content of every entry of the shards."""
 
 
 def deflated_shard(folder: Path) -> str:
-    saved = io.BytesIO()
-    torch.save(torch.zeros(1 << 29, dtype=torch.uint8), saved)
-    with zipfile.ZipFile(io.BytesIO(saved.getvalue())) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        content = _archive(archive.read(name), {"0": bytes(1 << 29)}, zipfile.ZIP_DEFLATED)
-    return _replace_entries(folder, content)
-
-
-def tensor_of_a_length_in_a_shard(folder: Path) -> str:
+    pickled = _pickled(torch.zeros(1 << 29, dtype=torch.uint8))
     return _replace_entries(
-        folder, _archive(b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x70\x85R.", {})
+        _archive(pickled, {"0": bytes(1 << 29)}, zipfile.ZIP_DEFLATED),
+        folder,
     )
 
 
-def storage_of_a_length_in_a_shard(folder: Path) -> str:
-    storage = b"ctorch.storage\nUntypedStorage\n"
-    return _replace_entries(
-        folder, _archive(b"\x80\x02" + storage + b"J\x00\x00\x00\x70\x85R.", {})
-    )
+def compressed_by_the_table(folder: Path) -> str:
+    """An entry that the table says is compressed, which torch decompresses without limit."""
+    import zstandard
+
+    return _replace_entries(zstandard.compress(bytes(1 << 29), 1), folder, "stream.zstd")
 
 
-def encoded_in_common(folder: Path) -> str:
-    """Hexadecimal digits of hexadecimal digits ..., 30 times."""
-    text = b"X\x08\x00\x00\x00aaaaaaaa"
-    encoded = b"c_codecs\nencode\n" * 31 + text + b"X\x06\x00\x00\x00latin1\x86R"
-    encoded += b"X\x03\x00\x00\x00hex\x86R" * 30
-    (folder / "core/common.pt").write_bytes(_archive(b"\x80\x02" + encoded + b".", {}))
-    return "inspect core"
+# Hexadecimal digits of hexadecimal digits ..., 30 times.
+_ENCODED = b"c_codecs\nencode\n" * 31 + b"X\x08\x00\x00\x00aaaaaaaaX\x06\x00\x00\x00latin1\x86R"
+_ENCODED += b"X\x03\x00\x00\x00hex\x86R" * 30
+# A tuple of 2 ** 40 items, whose hash takes as long.
+_NESTED_TUPLES = b"K\x01\x85q\x00" + b"0h\x00h\x00\x86q\x00" * 40
+_COMMON = {
+    "memo_index": _MEMO_INDEX,
+    "encoded": b"\x80\x02" + _ENCODED + b".",
+    "nested_tuples": b"\x80\x02}" + _NESTED_TUPLES + b"K\x01s.",
+}
+"""Pickles of the unsharded state."""
+
+_TABLES = {
+    "memo_index": _MEMO_INDEX,
+    "memo_index_as_text": b"Np134217728\n.",
+    "shared_lists": pickle.dumps(
+        metadata.Metadata(state_dict_metadata={"a": _shared_lists(40)}, storage_data={})  # type: ignore[dict-item]
+    ),
+}
+"""Content of .metadata."""
+
+_META: dict[str, dict[str, dict[str, int]]] = {
+    "layers": {
+        "hugging_face_config": {"n_layer": 90_000},
+        "model_description": {"num_layers": 90_000},
+    },
+    "labels": {"hugging_face_config": {"num_labels": 50_000_000}},
+}
+"""Changes of a checkpoint's meta.pt."""
 
 
-def nested_tuples_in_common(folder: Path) -> str:
-    """A key of a dict that is a tuple of 2 ** 40 items, whose hash takes as long."""
-    tuples = b"K\x01\x85q\x00" + b"0h\x00h\x00\x86q\x00" * 40
-    (folder / "core/common.pt").write_bytes(_archive(b"\x80\x02}" + tuples + b"K\x01s.", {}))
-    return "inspect core"
-
-
-def numel_in_a_shard(folder: Path) -> str:
-    saved = io.BytesIO()
-    torch.save(torch.zeros(7, dtype=torch.uint8), saved)
-    with zipfile.ZipFile(io.BytesIO(saved.getvalue())) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        pickled = archive.read(name).replace(b"K\x07", b"J\x00\x00\x00\x70")
-    return _replace_entries(folder, _archive(pickled, {"0": bytes(7)}))
-
-
-def repeated_tensor_in_a_shard(folder: Path) -> str:
-    """A tensor of a billion elements of which one is stored: its strides are 0."""
-    saved = io.BytesIO()
-    torch.save(torch.zeros(1).expand(1 << 30), saved)
-    return _replace_entries(folder, saved.getvalue())
-
-
-def memo_index_in_common(folder: Path) -> str:
-    (folder / "core/common.pt").write_bytes(_archive(_MEMO_INDEX, {}))
-    return "inspect core"
+def _change_meta(changes: dict[str, dict[str, int]], folder: Path) -> str:
+    file = folder / "run.ckpt/meta.pt"
+    meta = torch.load(file)
+    for section, fields in changes.items():
+        meta[section] |= fields
+    torch.save(meta, file)
+    update_checksums(folder / "run.ckpt")
+    return CONVERT
 
 
 class _Enum:
@@ -274,103 +279,32 @@ def zip_of_a_checkpoint(folder: Path) -> str:
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def _change_json(file: Path, **fields: Any) -> None:
+def _change_json(name: str, fields: dict[str, Any], command: str, folder: Path) -> str:
+    file = folder / name
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return command
 
 
-def labels(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", num_labels=50_000_000)
-    return CONVERT_HF
+_FIELDS: dict[str, dict[str, Any]] = {
+    "labels": {"num_labels": 50_000_000},
+    "layers": {"n_layer": 90_000},
+    # As many layers as a config may have, which no file of weights has.
+    "most_layers": {"n_layer": 1_000},
+    "vocabulary": {"vocab_size": 1 << 40},
+    "positions": {"n_positions": 1 << 40},
+    "sub_config_labels": {"text_config": {"model_type": "llama", "num_labels": 50_000_000}},
+}
+"""Changes of GPT-2's config.json."""
 
-
-def layers(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", n_layer=90_000)
-    return CONVERT_HF
-
-
-def layers_of_a_checkpoint(folder: Path) -> str:
-    file = folder / "run.ckpt/meta.pt"
-    meta = torch.load(file)
-    meta["hugging_face_config"]["n_layer"] = 90_000
-    meta["model_description"]["num_layers"] = 90_000
-    torch.save(meta, file)
-    update_checksums(folder / "run.ckpt")
-    return CONVERT
-
-
-def labels_of_a_checkpoint(folder: Path) -> str:
-    file = folder / "run.ckpt/meta.pt"
-    meta = torch.load(file)
-    meta["hugging_face_config"]["num_labels"] = 50_000_000
-    torch.save(meta, file)
-    update_checksums(folder / "run.ckpt")
-    return CONVERT
-
-
-def _config(folder: Path, **fields: Any) -> str:
-    (folder / "hf/config.json").write_text(json.dumps(fields))
-    return CONVERT_HF
-
-
-_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 300}
-
-
-def heads(folder: Path) -> str:
-    fields = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 1 << 26,
-        "num_key_value_heads": 1 << 26,
-        "head_dim": 16,
-    }
-    return _config(folder, **_LLAMA, **fields)
-
-
-def head_dim(folder: Path) -> str:
-    return _config(folder, **_LLAMA, num_hidden_layers=2, num_attention_heads=1, head_dim=1 << 31)
-
-
-def divisors(folder: Path) -> str:
-    """The heads do not divide the hidden size, whose divisors the message would list."""
-    return _config(folder, **{**_LLAMA, "hidden_size": 2**62, "num_attention_heads": 3})
-
-
-def experts(folder: Path) -> str:
-    fields = {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 10**8,
-    }
-    return _config(folder, **{**_LLAMA, "model_type": "mixtral"}, **fields)
-
-
-def small_experts(folder: Path) -> str:
-    fields = {
-        "num_hidden_layers": 500,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 10**5,
-    }
-    return _config(
-        folder,
-        **{**_LLAMA, "model_type": "mixtral", "hidden_size": 2, "intermediate_size": 1},
-        **fields,
-    )
-
-
-def most_layers(folder: Path) -> str:
-    """As many layers as a config may have, which no file of weights has."""
-    _change_json(folder / "hf/config.json", n_layer=1_000)
-    return CONVERT_HF
-
-
-def most_layers_to_train_from(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", n_layer=1_000)
-    settings = _settings(folder)
-    settings["model"]["init_args"] = {"model": "hf", "pretrained": True}
-    return _fit(folder, yaml.safe_dump(settings))
-
-
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "vocab_size": 300,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_key_value_heads": 2}
 _T5 = {
     "model_type": "t5",
     "d_model": 16,
@@ -380,68 +314,53 @@ _T5 = {
     "num_heads": 2,
     "vocab_size": 300,
 }
-
-
-def most_layers_of_an_encoder_decoder(folder: Path) -> str:
-    return _config(folder, **{**_T5, "num_layers": 1000, "num_decoder_layers": 1000})
-
-
-def token_types(folder: Path) -> str:
-    fields = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    return _config(
-        folder, model_type="megatron-bert", **fields, vocab_size=300, type_vocab_size=1 << 40
-    )
-
-
-def distances(folder: Path) -> str:
-    distance = {
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "heads": {
+        **_LLAMA,
+        "num_attention_heads": 1 << 26,
+        "num_key_value_heads": 1 << 26,
+        "head_dim": 16,
+    },
+    "head_dim": {**_LLAMA, "num_attention_heads": 1, "head_dim": 1 << 31},
+    # The heads do not divide the hidden size, whose divisors the message would list.
+    "divisors": {**_LLAMA, "hidden_size": 2**62, "num_attention_heads": 3},
+    "experts": {**_MIXTRAL, "num_local_experts": 10**8},
+    "small_experts": {
+        **_MIXTRAL,
+        "hidden_size": 2,
+        "intermediate_size": 1,
+        "num_hidden_layers": 500,
+        "num_local_experts": 10**5,
+    },
+    "most_layers_of_an_encoder_decoder": {**_T5, "num_layers": 1000, "num_decoder_layers": 1000},
+    "token_types": {**_LLAMA, "model_type": "megatron-bert", "type_vocab_size": 1 << 40},
+    "distances": {
+        **_T5,
         "relative_attention_num_buckets": 1 << 40,
         "relative_attention_max_distance": 1 << 41,
-    }
-    return _config(folder, **_T5, **distance)
+    },
+    "dense_layers": {
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 100_000,
+        "num_attention_heads": 4,
+        "layer_types": None,
+    },
+    "buckets": {**_T5, "relative_attention_num_buckets": 1 << 40},
+}
+"""Whole configs."""
+_TEXTS_OF_CONFIGS = {
+    **{name: json.dumps(fields) for name, fields in _CONFIGS.items()},
+    "nested_config": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "long_number": '{"model_type": "gpt2", "n_layer": ' + "9" * 4_000_000 + "}",
+}
 
 
-def dense_layers(folder: Path) -> str:
-    fields = {"num_hidden_layers": 100_000, "num_attention_heads": 4, "layer_types": None}
-    return _config(folder, **{**_LLAMA, "model_type": "qwen3_moe"}, **fields)
-
-
-def buckets(folder: Path) -> str:
-    return _config(folder, **_T5, relative_attention_num_buckets=1 << 40)
-
-
-def vocabulary(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", vocab_size=1 << 40)
-    return CONVERT_HF
-
-
-def positions(folder: Path) -> str:
-    _change_json(folder / "hf/config.json", n_positions=1 << 40)
-    return CONVERT_HF
-
-
-def sub_config_labels(folder: Path) -> str:
-    _change_json(
-        folder / "hf/config.json", text_config={"model_type": "llama", "num_labels": 50_000_000}
-    )
-    return CONVERT_HF
-
-
-def nested_config(folder: Path) -> str:
-    (folder / "hf/config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    return CONVERT_HF
-
-
-def long_number(folder: Path) -> str:
-    (folder / "hf/config.json").write_text(
-        '{"model_type": "gpt2", "n_layer": ' + "9" * 4_000_000 + "}"
-    )
-    return CONVERT_HF
+def most_layers_to_train_from(folder: Path) -> str:
+    _change_json(_CONFIG, {"n_layer": 1_000}, "", folder)
+    settings = _settings(folder)
+    settings["model"]["init_args"] = {"model": "hf", "pretrained": True}
+    return _fit(yaml.safe_dump(settings), folder)
 
 
 def index_of_weights(folder: Path) -> str:
@@ -497,7 +416,24 @@ def adapter_rank(folder: Path) -> str:
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
-_INSPECT_TOKENS = "inspect corpus_text_document --tokenizer tok"
+_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "token_id_in_settings": {
+        "added_tokens_decoder": {
+            "4294967295": {
+                "content": "far",
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+            }
+        }
+    },
+    "extra_ids": {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 30_000_000},
+    "extra_ids_of_t5": {"tokenizer_class": "T5Tokenizer", "extra_ids": 30_000_000},
+    "madeup_words": {"tokenizer_class": "XGLMTokenizer", "num_madeup_words": 30_000_000},
+    "pegasus_offset": {"tokenizer_class": "PegasusTokenizer", "offset": 30_000_000},
+}
+"""Changes of tokenizer_config.json."""
 
 
 def token_id(folder: Path) -> str:
@@ -505,48 +441,6 @@ def token_id(folder: Path) -> str:
     content = json.loads(file.read_text())
     content["model"]["vocab"]["far"] = 4294967295
     file.write_text(json.dumps(content))
-    return f"{PREPROCESS} text"
-
-
-def token_id_in_settings(folder: Path) -> str:
-    token = {
-        "content": "far",
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-    }
-    _change_json(folder / "tok/tokenizer_config.json", added_tokens_decoder={"4294967295": token})
-    return f"{PREPROCESS} text"
-
-
-def extra_ids(folder: Path) -> str:
-    _change_json(
-        folder / "tok/tokenizer_config.json", tokenizer_class="ByT5Tokenizer", extra_ids=30_000_000
-    )
-    return f"{PREPROCESS} text"
-
-
-def extra_ids_of_t5(folder: Path) -> str:
-    _change_json(
-        folder / "tok/tokenizer_config.json", tokenizer_class="T5Tokenizer", extra_ids=30_000_000
-    )
-    return f"{PREPROCESS} text"
-
-
-def madeup_words(folder: Path) -> str:
-    _change_json(
-        folder / "tok/tokenizer_config.json",
-        tokenizer_class="XGLMTokenizer",
-        num_madeup_words=30_000_000,
-    )
-    return f"{PREPROCESS} text"
-
-
-def pegasus_offset(folder: Path) -> str:
-    _change_json(
-        folder / "tok/tokenizer_config.json", tokenizer_class="PegasusTokenizer", offset=30_000_000
-    )
     return f"{PREPROCESS} text"
 
 
@@ -565,56 +459,43 @@ def labels_beside_a_tokenizer(folder: Path) -> str:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def _zst(file: Path, begin: bytes, size: int, end: bytes) -> None:
-    import zstandard
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    """A compressed file of ``blocks`` times 16 MiB of one letter."""
 
-    with file.open("wb") as stream, zstandard.ZstdCompressor(1).stream_writer(stream) as writer:
-        writer.write(begin)
-        for _ in range(size >> 24):
-            writer.write(b"a" * (1 << 24))
-        writer.write(end)
+    name: str
+    begin: bytes = b""
+    letter: bytes = b"a"
+    blocks: int = 32
+    end: bytes = b""
 
+    def __call__(self, folder: Path) -> str:
+        import zstandard
 
-def zst_line(folder: Path) -> str:
-    _zst(folder / "x.jsonl.zst", b'{"text": "', 1 << 29, b'"}\n')
-    return f"{PREPROCESS} x.jsonl.zst"
-
-
-def zst_blank_lines(folder: Path) -> str:
-    import zstandard
-
-    with (
-        (folder / "x.jsonl.zst").open("wb") as stream,
-        zstandard.ZstdCompressor(1).stream_writer(stream) as writer,
-    ):
-        for _ in range(32):
-            writer.write(b"\n" * (1 << 24))
-    return f"{PREPROCESS} x.jsonl.zst"
-
-
-def zst_text(folder: Path) -> str:
-    _zst(folder / "x.txt.zst", b"", 1 << 29, b"")
-    return f"{PREPROCESS} x.txt.zst"
+        file = folder / self.name
+        compressor = zstandard.ZstdCompressor(1)
+        is_zst = file.suffix == ".zst"
+        with (
+            zstandard.open(file, "wb", compressor) if is_zst else gzip.open(file, "wb", 1) as stream
+        ):
+            stream.write(self.begin)
+            for _ in range(self.blocks):
+                stream.write(self.letter * (1 << 24))
+            stream.write(self.end)
+        return f"{PREPROCESS} {self.name}"
 
 
-def gzip_line(folder: Path) -> str:
-    with gzip.open(folder / "x.jsonl.gz", "wb", 1) as stream:
-        stream.write(b'{"text": "')
-        for _ in range(20):
-            stream.write(b"a" * (1 << 24))
-        stream.write(b'"}\n')
-    return f"{PREPROCESS} x.jsonl.gz"
-
-
-def gzip_text(folder: Path) -> str:
-    with gzip.open(folder / "x.txt.gz", "wb", 1) as stream:
-        for _ in range(20):
-            stream.write(b"a" * (1 << 24))
-    return f"{PREPROCESS} x.txt.gz"
+_TEXTS = {
+    "zst_line": _Text(name="x.jsonl.zst", begin=b'{"text": "', end=b'"}\n'),
+    "zst_blank_lines": _Text(name="x.jsonl.zst", letter=b"\n"),
+    "zst_text": _Text(name="x.txt.zst"),
+    "gzip_line": _Text(name="x.jsonl.gz", begin=b'{"text": "', end=b'"}\n', blocks=20),
+    "gzip_text": _Text(name="x.txt.gz", blocks=20),
+}
 
 
 def training_tokenizer(folder: Path) -> str:
-    zst_text(folder)
+    _TEXTS["zst_text"](folder)
     return "train-tokenizer --vocab-size 300 --output newtok --input x.txt.zst"
 
 
@@ -673,61 +554,62 @@ def _settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _fit(folder: Path, text: str) -> str:
-    (folder / "fit.yaml").write_text(text)
-    return "fit --config fit.yaml"
+def _fit(text: str, folder: Path) -> str:
+    return _write("fit.yaml", text.encode(), FIT, folder)
 
 
 def aliases(folder: Path) -> str:
-    return _fit(folder, _ALIASES + yaml.safe_dump(_settings(folder)))
-
-
-def aliases_of_a_section(folder: Path) -> str:
-    return _fit(folder, f"{_ALIASES}trainer: *a11\n")
+    return _fit(_ALIASES + yaml.safe_dump(_settings(folder)), folder)
 
 
 def aliases_of_a_value(folder: Path) -> str:
     settings = _settings(folder)
     settings["trainer"]["callbacks"] = "ALIAS"
-    return _fit(folder, _ALIASES + yaml.safe_dump(settings).replace("ALIAS", "*a11"))
+    return _fit(_ALIASES + yaml.safe_dump(settings).replace("ALIAS", "*a11"), folder)
 
 
-def aliases_of_mappings(folder: Path) -> str:
-    """Mappings of mappings, merged and not."""
-    text = "a0: &a0 {x: 1}\n" + "".join(
-        f"a{number}: &a{number} {{<<: *a{number - 1}, "
-        + ", ".join(f"k{key}: *a{number - 1}" for key in range(9))
-        + "}\n"
-        for number in range(1, 12)
-    )
-    return _fit(folder, f"{text}model: *a11\n")
+_ALIASES_OF_MAPPINGS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{number}: &a{number} {{<<: *a{number - 1}, "
+    + ", ".join(f"k{key}: *a{number - 1}" for key in range(9))
+    + "}\n"
+    for number in range(1, 12)
+)
+"""Mappings of mappings, merged and not."""
+_SETTINGS = {
+    "aliases_of_a_section": f"{_ALIASES}trainer: *a11\n",
+    "aliases_of_mappings": f"{_ALIASES_OF_MAPPINGS}model: *a11\n",
+    "alias_of_itself": "trainer: &a {callbacks: [*a]}\n",
+    "nested_yaml": "trainer: " + "[" * 100_000 + "]" * 100_000,
+}
+_ACCELERATE = {
+    "aliases_of_accelerate": f"{_ALIASES}mixed_precision: *a11\n",
+    "aliases_of_accelerates_section": (
+        f"{_ALIASES}megatron_lm_config: {{megatron_lm_tp_degree: *a11}}\n"
+    ),
+    "nested_accelerate": "mixed_precision: " + "[" * 100_000 + "]" * 100_000,
+}
 
 
-def alias_of_itself(folder: Path) -> str:
-    return _fit(folder, "trainer: &a {callbacks: [*a]}\n")
-
-
-def nested_yaml(folder: Path) -> str:
-    return _fit(folder, "trainer: " + "[" * 100_000 + "]" * 100_000)
-
-
-def _from_accelerate(folder: Path, text: str) -> str:
-    (folder / "accelerate.yaml").write_text(text)
-    return "config --from-accelerate accelerate.yaml --output new.yaml"
-
-
-def aliases_of_accelerate(folder: Path) -> str:
-    return _from_accelerate(folder, f"{_ALIASES}mixed_precision: *a11\n")
-
-
-def aliases_of_accelerates_section(folder: Path) -> str:
-    return _from_accelerate(
-        folder, f"{_ALIASES}megatron_lm_config: {{megatron_lm_tp_degree: *a11}}\n"
-    )
-
-
-def nested_accelerate(folder: Path) -> str:
-    return _from_accelerate(folder, "mixed_precision: " + "[" * 100_000 + "]" * 100_000)
+def _table() -> Iterator[tuple[str, Bomb]]:
+    for name, pickled in _TABLES.items():
+        yield name, partial(_write, "core/.metadata", pickled, INSPECT_CORE)
+    for name, pickled in _COMMON.items():
+        content = _archive(pickled)
+        yield f"{name}_in_common", partial(_write, "core/common.pt", content, INSPECT_CORE)
+    for name, content in _SHARDS.items():
+        yield f"{name}_in_a_shard", partial(_replace_entries, content)
+    for name, changes in _META.items():
+        yield f"{name}_of_a_checkpoint", partial(_change_meta, changes)
+    for name, fields in _FIELDS.items():
+        yield name, partial(_change_json, _CONFIG, fields, CONVERT_HF)
+    for name, fields in _TOKENIZERS.items():
+        yield name, partial(_change_json, "tok/tokenizer_config.json", fields, f"{PREPROCESS} text")
+    for name, text in _TEXTS_OF_CONFIGS.items():
+        yield name, partial(_write, _CONFIG, text.encode(), CONVERT_HF)
+    for name, text in _SETTINGS.items():
+        yield name, partial(_fit, text)
+    for name, text in _ACCELERATE.items():
+        yield name, partial(_write, "accelerate.yaml", text.encode(), FROM_ACCELERATE)
 
 
 BOMBS: dict[str, Bomb] = {
@@ -737,5 +619,7 @@ BOMBS: dict[str, Bomb] = {
     and getattr(value, "__module__", "") == __name__
     and not name.startswith(("_", "make_"))
 }
+BOMBS |= _TEXTS
+BOMBS |= dict(_table())
 HARMLESS = {"sub_config_labels", "token_id_in_settings"}
 """Bombs that are read, as nothing is built from what they claim."""

@@ -295,10 +295,10 @@ def trainer_of(case: Case, **options: Any) -> Any:
     """Create the Trainer of ``case``, which writes no files; ``options`` change or add arguments."""
     from lightning.pytorch import Trainer
 
-    from lightning_megatron import MegatronStrategy
+    from lightning_megatron import MegatronPrecision, MegatronStrategy
 
     layout = {name: value for name, value in asdict(case.layout).items() if name != "dp"}
-    arguments = {
+    arguments: dict[str, Any] = {
         "accelerator": case.accelerator,
         "devices": case.layout.world_size,
         "strategy": MegatronStrategy(**layout),
@@ -306,6 +306,9 @@ def trainer_of(case: Case, **options: Any) -> Any:
         "gradient_clip_val": case.clip,
         "max_steps": case.steps,
     }
+    if case.precision == "16-mixed" and case.accelerator == "cpu":
+        # Lightning would use bf16-mixed.
+        arguments |= {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     return Trainer(**{**QUIET, **arguments, **options})
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from tests.checkpoint.runs import callback
+from tests.checkpoint.runs import callback, checkpoints_at
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
@@ -106,12 +106,9 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
 
 
 def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     path = folder / "step=1.ckpt"
     uninterrupted, *_ = train_frozen(
-        case, "lower half", callbacks=[saving], enable_checkpointing=True
+        case, "lower half", callbacks=[checkpoints_at(folder)], enable_checkpointing=True
     )
     resumed = [train_frozen(x, "lower half", ckpt_path=path)[0] for x in (case, other)]
     fit = trainer_of(case).fit

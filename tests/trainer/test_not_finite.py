@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.checkpoint.runs import callback
+from tests.checkpoint.runs import callback, checkpoints_at, names_in
 from tests.marks import exhaustive, on_gpus
 from tests.parity.comparison import all_equal
 from tests.parity.sharding import shards
@@ -217,21 +217,17 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
 
 
 def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     if late:
         _decide_on_device()
-    every_step: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1}
-    savers = [
-        OnExceptionCheckpoint(folder, "failed"),
-        ModelCheckpoint(folder, "{step}", **every_step),
-    ]
+    savers = [OnExceptionCheckpoint(folder, "failed"), checkpoints_at(folder)]
     run = _run(case, "nan", "raise", callbacks=savers, enable_checkpointing=True)
-    saved = sorted(path.name for path in folder.iterdir())
+    saved = names_in(folder)
     for name in ("failed.ckpt", "step=2.ckpt"):
         resumed = _run(case, "nan", "skip", ckpt_path=folder / name)
         assert all_equal(resumed.first_weights, run.weights)
-    skipping = ModelCheckpoint(folder, "skipping-{step}", **every_step)
+    skipping = checkpoints_at(folder, filename="skipping-{step}")
     first = _run(
         case,
         "nan",
@@ -253,25 +249,23 @@ def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: boo
 
 
 def _in_fp16(case: Case, scale: float) -> list[Run]:
-    from lightning_megatron import MegatronPrecision
-
-    options: dict[str, Any] = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
     case = replace(case, optimizer=(*case.optimizer, ("initial_loss_scale", scale)))
     kinds: tuple[Kind, ...] = ("nan", "infinite loss")
     pairs = itertools.product(kinds, ("raise", "skip"))
-    return [_run(case, kind, on_nan, **options) for kind, on_nan in pairs]
+    return [_run(case, kind, on_nan) for kind, on_nan in pairs]
 
 
 def test_loss_scale_overflow_is_not_an_error() -> None:
     # Gradients times 2**22 exceed fp16's maximum of 65504: the first steps overflow, with finite losses.
-    for runs in run_ranks(_in_fp16, 2, Case(layout=Layout(pp=2)), 2.0**22):
+    case = Case(layout=Layout(pp=2), precision="16-mixed")
+    for runs in run_ranks(_in_fp16, 2, case, 2.0**22):
         assert [run.error[:7] for run in runs] == ["step 2:", "", "step 2:", ""]
         assert [run.skipped_steps for run in runs if not run.error] == [1.0, 1.0]
 
 
 def _overflow_for_ever(case: Case, options: dict[str, Any]) -> tuple[str, int]:
     """Error and steps of a run in fp16 of which each gradient is NaN."""
-    from lightning_megatron import GPTTrainStep, MegatronPrecision, MegatronStrategy
+    from lightning_megatron import GPTTrainStep, MegatronStrategy
     from lightning_megatron.errors import NonFiniteError
 
     class NaNGradients(GPTTrainStep):
@@ -282,8 +276,7 @@ def _overflow_for_ever(case: Case, options: dict[str, Any]) -> tuple[str, int]:
     strategy = MegatronStrategy(
         pp=2, optimizer_config_overrides=options.pop("overrides", None), max_skips_in_a_row=2
     )
-    precision = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
-    trainer = trainer_of(case, strategy=strategy, **precision)
+    trainer = trainer_of(case, strategy=strategy)
     case = replace(case, optimizer=(*case.optimizer, *options.items()))
     try:
         trainer.fit(module_of(case, train_step=NaNGradients()), loader_of(case))
@@ -304,7 +297,7 @@ def _overflow_for_ever(case: Case, options: dict[str, Any]) -> tuple[str, int]:
 def test_overflows_that_no_loss_scale_can_mend_end_the_run(
     options: dict[str, Any], scale: str, steps: int
 ) -> None:
-    case = Case(layout=Layout(pp=2), steps=12)
+    case = Case(layout=Layout(pp=2), steps=12, precision="16-mixed")
     for message, global_step in run_ranks(_overflow_for_ever, 2, case, options):
         assert message.startswith("gradients of 3 steps in a row are NaN or infinite")
         assert (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import callback
+from tests.checkpoint.runs import callback, checkpoints_at
 from tests.marks import exhaustive
 from tests.parity.comparison import all_equal
 from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
@@ -53,6 +53,16 @@ def _weights(module: Any) -> list[tuple[str, Any]]:
     return [named for chunk in module.model_chunks for named in chunk.named_parameters()]
 
 
+def _plant(plan: Planted, module: Any) -> bool:
+    """Spoil the gradient on its rank; whether it is there."""
+    found = [weight for name, weight in _weights(module) if name.endswith(plan.suffix)]
+    if plan.rank != int(os.environ["RANK"]):
+        return False
+    for weight in found:
+        weight.main_grad.fill_(plan.value)
+    return bool(found)
+
+
 def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
     """Spoil a gradient in each step: before it is reduced if shards of it are used, else afterwards, in one copy."""
     from megatron.core.distributed import finalize_model_grads
@@ -60,17 +70,12 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
     from lightning_megatron.engine import schedule
 
     is_sharded = case.layout.distributed_optimizer
-    own_rank = int(os.environ["RANK"])
     steps: list[Step] = []
     before: list[torch.Tensor] = []
     is_here: list[bool] = []
 
     def spoil(trainer: Any) -> None:
-        plan = planted[trainer.global_step]
-        for name, weight in _weights(trainer.lightning_module):
-            if plan.rank == own_rank and name.endswith(plan.suffix):
-                is_here[-1] = True
-                weight.main_grad.fill_(plan.value)
+        is_here[-1] = _plant(planted[trainer.global_step], trainer.lightning_module)
 
     def finalize(*args: Any, **options: Any) -> None:
         if is_sharded:
@@ -136,28 +141,20 @@ def test_bad_gradient_of_any_copy_is_skipped_by_all_ranks(layout: Layout, precis
 
 def _raise_for_bad_copies(case: Case, planted: list[Planted]) -> list[tuple[str, bool]]:
     """For each: the message of the run that ends, and whether the weights are as before the step."""
-    results = []
-    for plan in planted:
-        before: list[torch.Tensor] = []
+    return [_raise_for_bad_copy(case, plan) for plan in planted]
 
-        def spoil(
-            trainer: Any,
-            module: Any,
-            *_: Any,
-            plan: Planted = plan,
-            before: list[Any] = before,
-        ) -> None:
-            before[:] = [weight.detach().clone() for _, weight in _weights(module)]
-            for name, weight in _weights(module):
-                if plan.rank == int(os.environ["RANK"]) and name.endswith(plan.suffix):
-                    weight.main_grad.fill_(plan.value)
 
-        module = module_of(case)
-        trainer = trainer_of(case, callbacks=[callback(on_before_optimizer_step=spoil)])
-        message = refusal(trainer.fit, module, loader_of(case))
-        after = [weight for _, weight in _weights(module)]
-        results.append((message, all_equal(before, after)))
-    return results
+def _raise_for_bad_copy(case: Case, plan: Planted) -> tuple[str, bool]:
+    before: list[torch.Tensor] = []
+
+    def spoil(trainer: Any, module: Any, *_: Any) -> None:
+        before[:] = [weight.detach().clone() for _, weight in _weights(module)]
+        _plant(plan, module)
+
+    module = module_of(case)
+    trainer = trainer_of(case, callbacks=[callback(on_before_optimizer_step=spoil)])
+    message = refusal(trainer.fit, module, loader_of(case))
+    return message, all_equal(before, [weight for _, weight in _weights(module)])
 
 
 def test_run_ends_with_the_weights_of_before() -> None:
@@ -181,8 +178,6 @@ def test_run_ends_with_the_weights_of_before() -> None:
 
 def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
     """Messages of a run, and of one that resumes between its skipped steps; skipped steps in a row of a good run."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     bad_steps = {2, 4, 5, 6, 7, 8}
     in_a_row: list[int] = []
 
@@ -197,8 +192,7 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
     def run(**options: Any) -> Any:
         callbacks = [callback(on_before_optimizer_step=spoil, on_train_batch_end=count)]
         if options:
-            saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-            callbacks.append(saver)
+            callbacks.append(checkpoints_at(folder))
         trainer = trainer_of(
             replace(case, **options),
             callbacks=callbacks,

@@ -85,73 +85,28 @@ def _honoured() -> set[str]:
 # ---- what training_step returns --------------------------------------------------------------------------------------
 
 
-def _times_zero(module: Any, loss: Tensor) -> Any:
-    return loss * 0
-
-
-def _penalized(module: Any, loss: Tensor) -> Any:
-    return loss + sum(weight.square().sum() for weight in module.parameters())
-
-
-def _equal_but_with_gradients(module: Any, loss: Tensor) -> Any:
-    return loss.detach().requires_grad_()
-
-
-def _changed_in_place(module: Any, loss: Tensor) -> Any:
-    return loss.mul_(0.5)
-
-
-def _nothing(module: Any, loss: Tensor) -> Any:
-    return None
-
-
-def _number(module: Any, loss: Tensor) -> Any:
-    return loss.item()
-
-
-def _dict_of_another(module: Any, loss: Tensor) -> Any:
-    return {"loss": loss / 2, "logits": loss}
-
-
-def _dict_without_loss(module: Any, loss: Tensor) -> Any:
-    return {"logits": loss}
-
-
-def _another_on_one_rank(module: Any, loss: Tensor) -> Any:
-    return loss * 0 if module.global_rank == 1 else loss
-
-
-def _nothing_on_one_rank(module: Any, loss: Tensor) -> Any:
-    return None if module.global_rank == 0 else loss
-
-
-OTHER_LOSSES = (
-    _times_zero,
-    _penalized,
-    _equal_but_with_gradients,
-    _changed_in_place,
-    _nothing,
-    _number,
-    _dict_of_another,
-    _dict_without_loss,
-    _another_on_one_rank,
-    _nothing_on_one_rank,
+Change = Callable[[Any, Tensor], Any]
+"""What ``training_step`` returns for a module and the engine's loss."""
+OTHER_LOSSES: dict[str, Change] = {
+    "times zero": lambda module, loss: loss * 0,
+    "penalized": lambda module, loss: loss + sum(w.square().sum() for w in module.parameters()),
+    "equal but with gradients": lambda module, loss: loss.detach().requires_grad_(),
+    "changed in place": lambda module, loss: loss.mul_(0.5),
+    "nothing": lambda module, loss: None,
+    "a number": lambda module, loss: loss.item(),
+    "a dict of another": lambda module, loss: {"loss": loss / 2, "logits": loss},
+    "a dict without loss": lambda module, loss: {"logits": loss},
+    "another on one rank": lambda module, loss: loss * (module.global_rank != 1),
+    "nothing on one rank": lambda module, loss: loss if module.global_rank else None,
+}
+SAME_LOSS: tuple[Change, ...] = (
+    lambda module, loss: loss,
+    lambda module, loss: loss.detach(),
+    lambda module, loss: {"loss": loss, "logits": loss * 2},
 )
 
 
-def _unchanged(module: Any, loss: Tensor) -> Any:
-    return loss
-
-
-def _detached(module: Any, loss: Tensor) -> Any:
-    return loss.detach()
-
-
-def _dict_with_more(module: Any, loss: Tensor) -> Any:
-    return {"loss": loss, "logits": loss * 2}
-
-
-def _returning(change: Callable[[Any, Tensor], Any]) -> type:
+def _returning(change: Change) -> type:
     from lightning_megatron import MegatronModule
 
     class Own(MegatronModule):
@@ -164,7 +119,7 @@ def _returning(change: Callable[[Any, Tensor], Any]) -> type:
 def _refusals(case: Case) -> list[str]:
     """Message for each other loss; asserts that no weight has changed."""
     messages = []
-    for change in OTHER_LOSSES:
+    for change in OTHER_LOSSES.values():
         module = module_of(case, _returning(change))
         trainer = trainer_of(case)
         before: list[Tensor] = []
@@ -198,7 +153,7 @@ def _losses_of(case: Case, module_class: type | None) -> list[float]:
 
 
 def _all_losses(case: Case) -> list[list[float]]:
-    kinds = [_returning(change) for change in (_unchanged, _detached, _dict_with_more)]
+    kinds = [_returning(change) for change in SAME_LOSS]
     return [_losses_of(case, kind) for kind in (None, *kinds)]
 
 

@@ -62,7 +62,7 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
 
     In one step only the last rank gets infinite gradients.
     """
-    from lightning_megatron import LRSchedule, MegatronPrecision
+    from lightning_megatron import LRSchedule
 
     steps: list[dict[str, Any]] = []
     weights: list[list[torch.Tensor]] = []
@@ -104,13 +104,10 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
         labels="uneven",
         optimizer=optimizer,
         accelerator=accelerator,
+        precision="16-mixed",
     )
     schedule = LRSchedule(warmup_steps=9, init_lr=case.lr / 10)
-    options: dict[str, Any] = {"precision": "16-mixed"}
-    if accelerator == "cpu":
-        # Lightning would use bf16-mixed.
-        options = {"precision": None, "plugins": [MegatronPrecision("16-mixed")]}
-    trainer = trainer_of(case, callbacks=[callback(**hooks)], **options)
+    trainer = trainer_of(case, callbacks=[callback(**hooks)])
     trainer.fit(module_of(case, lr_schedule=schedule), loader_of(case))
     return steps
 

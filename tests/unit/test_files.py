@@ -13,16 +13,13 @@ from lightning_megatron.storage import publish as publishing
 from lightning_megatron.storage.locks import FolderLock
 from lightning_megatron.storage.paths import open_new, open_to_append
 from lightning_megatron.storage.publish import publish, staged
+from tests.checkpoint.runs import names_in
 
 
 def _folder(path: Path, content: str) -> Path:
     path.mkdir()
     (path / "meta.pt").write_text(content)
     return path
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -46,7 +43,7 @@ def test_publish_replaces_a_file_directory_or_link(tmp_path: Path, old: str) -> 
     publish(_folder(tmp_path / "a.ckpt.partial", "new"), path)
     publishing.wait_for_deletions()
 
-    assert _names(tmp_path) == ["a.ckpt", "b.ckpt"]
+    assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
     assert not path.is_symlink()
     assert (path / "meta.pt").read_text() == "new"
     assert (tmp_path / "b.ckpt" / "meta.pt").read_text() == "other"
@@ -64,8 +61,8 @@ def test_only_leftovers_of_killed_programs_are_deleted(tmp_path: Path) -> None:
 
     lock = _start_partial(tmp_path / "a.ckpt")
 
-    assert _names(own) == []
-    assert _names(tmp_path) == [
+    assert names_in(own) == []
+    assert names_in(tmp_path) == [
         "a.ckpt.partial",
         "d.ckpt.partial",
         "e.ckpt.partial",
@@ -108,26 +105,32 @@ def test_staged_files_are_replaced_with_the_marker_file_last(
         assert (tmp_path / "a.idx").read_text() == "old"
 
     assert replaced == [("a.bin", "a.bin"), ("a.idx", "a.bin")]
-    assert [(tmp_path / name).read_text() for name in _names(tmp_path)] == ["new", "new", "old"]
-    assert _names(tmp_path) == ["a.bin", "a.idx", "b.idx"]
+    assert [(tmp_path / name).read_text() for name in names_in(tmp_path)] == ["new", "new", "old"]
+    assert names_in(tmp_path) == ["a.bin", "a.idx", "b.idx"]
+
+
+def _check_model(folder: Path, content: str) -> None:
+    """Check that ``folder`` holds a model of that content, and nothing else."""
+    assert names_in(folder) == ["model"]
+    assert (folder / "model/meta.pt").read_text() == content
 
 
 def test_staged_directory_replaces_the_old_one_only_on_success(tmp_path: Path) -> None:
     _folder(tmp_path / "model", "old")
     _folder(tmp_path / ".model.partial", "of a killed run")
     with contextlib.suppress(KeyError), staged(tmp_path, "model") as partial:
-        assert _names(partial) == []
+        assert names_in(partial) == []
         _folder(partial / "model", "half")
         raise KeyError
-    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "old")
+    _check_model(tmp_path, "old")
     with staged(tmp_path, "model") as partial:
         _folder(partial / "model", "new")
         with (
             pytest.raises(DataError, match="another program is writing"),
             staged(tmp_path, "model", error=DataError),
         ):
-            pass
-    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
+            raise AssertionError("it was staged")
+    _check_model(tmp_path, "new")
 
 
 def test_directory_replaced_inside_a_staged_one_is_not_published(tmp_path: Path) -> None:
@@ -135,22 +138,24 @@ def test_directory_replaced_inside_a_staged_one_is_not_published(tmp_path: Path)
         _folder(partial / "model", "old")
         publishing._deleter.submit(time.sleep, 0.2)
         publish(_folder(partial / "model.partial", "new"), partial / "model")
-    assert (_names(tmp_path), (tmp_path / "model/meta.pt").read_text()) == (["model"], "new")
+    _check_model(tmp_path, "new")
+
+
+def _refuse(folder: Path, message: str) -> None:
+    """Check that nothing can be staged in ``folder``."""
+    with pytest.raises(DataError, match=message), staged(folder, "a", error=DataError):
+        raise AssertionError("it was staged")
 
 
 def test_unwritable_staged_directory_raises_the_given_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(DataError, match=r"file/a cannot be written \(.*choose a writable"),
-        staged(tmp_path / "file", "a", error=DataError),
-    ):
-        pass
+    _refuse(tmp_path / "file", r"file/a cannot be written \(.*choose a writable")
     with (
         pytest.raises(CheckpointError, match="No space"),
         staged(tmp_path, "a", error=CheckpointError),
     ):
         raise OSError(28, "No space left on device")
-    assert _names(tmp_path) == ["file"]
+    assert names_in(tmp_path) == ["file"]
 
 
 def test_a_planted_staging_name_is_refused_and_left_alone(
@@ -159,34 +164,24 @@ def test_a_planted_staging_name_is_refused_and_left_alone(
     victim = _folder(tmp_path / "victim", "mine")
     partial = tmp_path / ".a.partial"
     partial.symlink_to(victim)
-    with (
-        pytest.raises(DataError, match="got a link or a file; remove it"),
-        staged(tmp_path, "a", error=DataError),
-    ):
-        raise AssertionError("it was followed")
+    _refuse(tmp_path, "got a link or a file; remove it")
     partial.unlink()
     partial.write_text("a file")
-    with (
-        pytest.raises(DataError, match="got a link or a file; remove it"),
-        staged(tmp_path, "a", error=DataError),
-    ):
-        raise AssertionError("it was taken for a directory")
+    _refuse(tmp_path, "got a link or a file; remove it")
+
     partial.unlink()
     _folder(partial, "of somebody else")
     owner = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: owner)
     monkeypatch.setattr(publishing, "_is_this_user", lambda owner, folder: False)
-    with (
-        pytest.raises(DataError, match="expected a directory of this user"),
-        staged(tmp_path, "a", error=DataError),
-    ):
-        raise AssertionError("it was emptied")
-    assert _names(partial) == ["meta.pt"]
+    _refuse(tmp_path, "expected a directory of this user")
+    assert names_in(partial) == ["meta.pt"]
     monkeypatch.undo()
+
     (partial / "link").symlink_to(victim)
     (partial / "folder").mkdir()
     with staged(tmp_path, "a", error=DataError) as folder:
-        assert _names(folder) == []
+        assert names_in(folder) == []
     assert (victim / "meta.pt").read_text() == "mine"
 
 

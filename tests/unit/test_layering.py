@@ -111,27 +111,24 @@ def _name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
-def test_imports_follow_the_layers() -> None:
-    violations = [
+def _upward_imports(*layers: str, for_types: bool = False) -> list[str]:
+    """Imports of files of ``layers`` from layers that are not below their own."""
+    return [
         f"{_name(path)} imports {imported}"
         for module, path in MODULES.items()
-        for imported in _imports(path)
+        if _layer_name(module) in layers
+        for imported in _imports(path, for_types=for_types)
         if imported in MODULES and _layer_name(module) != _layer_name(imported)
         if LEVELS[_layer_name(imported)] >= LEVELS[_layer_name(module)]
     ]
-    assert violations == []
+
+
+def test_imports_follow_the_layers() -> None:
+    assert _upward_imports(*LEVELS) == []
 
 
 def test_engine_models_and_steps_import_only_lower_layers_also_for_types() -> None:
-    violations = [
-        f"{_name(path)} imports {imported}"
-        for module, path in MODULES.items()
-        if _layer_name(module) in ("engine", "models", "steps")
-        for imported in _imports(path, for_types=True)
-        if imported in MODULES and _layer_name(module) != _layer_name(imported)
-        if LEVELS[_layer_name(imported)] >= LEVELS[_layer_name(module)]
-    ]
-    assert violations == []
+    assert _upward_imports("engine", "models", "steps", for_types=True) == []
 
 
 def test_imports_have_no_cycles() -> None:

@@ -218,6 +218,9 @@ def _run(
     )
 
 
+LLAMA_RUN = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
+
+
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
     *run, seconds, gib, is_fitted = row
@@ -228,8 +231,7 @@ def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
 
 
 def test_plans_fit_and_are_sorted_by_time() -> None:
-    model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    run = PlannedRun(model=model, world_size=8, lengths=(4096,))
+    run = PlannedRun(model=LLAMA_RUN.model, world_size=8, lengths=(4096,))
     small = replace(H200, memory=60 * GIB)
     candidates = plans(run, 64, small)
     seconds = [candidate.time.total for candidate in candidates]
@@ -271,8 +273,7 @@ def test_first_and_last_stage_may_have_fewer_layers() -> None:
 
 
 def test_long_rows_use_context_parallelism() -> None:
-    model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    long = PlannedRun(model=model, world_size=8, lengths=(65536,))
+    long = PlannedRun(model=LLAMA_RUN.model, world_size=8, lengths=(65536,))
     layouts = [each.run.parallel for each in plans(long, 2, H200)]
     assert max(each.cp for each in layouts) == 8
     assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
@@ -291,8 +292,7 @@ def test_long_rows_use_context_parallelism() -> None:
 
 
 def test_impossible_plan_is_refused_with_the_required_size() -> None:
-    model = _run("llama-8b-dp4-mb2", 2, 4, 4, {}).model
-    run = PlannedRun(model=model, world_size=2, lengths=(4096,))
+    run = PlannedRun(model=LLAMA_RUN.model, world_size=2, lengths=(4096,))
     message = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
     with pytest.raises(ConfigError, match=message):
         plans(run, 4, replace(H200, memory=40 * GIB))
@@ -365,10 +365,9 @@ def test_recomputing_trades_memory_for_time() -> None:
 def test_run_logs_expected_memory_and_warns_of_too_much(
     gib: int, has_data: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _run("llama-8b-dp4-mb2", 2, 4, 4, {})
     device = torch.device("cuda", 0)
     settings = EngineSettings(
-        parallel=replace(run.parallel, tp=1),
+        parallel=replace(LLAMA_RUN.parallel, tp=1),
         params_dtype=torch.bfloat16,
         device=device,
     )
@@ -386,7 +385,7 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
     trainer: Any = SimpleNamespace(
         strategy=strategy, datamodule=data if has_data else None, world_size=4
     )
-    module: Any = SimpleNamespace(model_config=run.model)
+    module: Any = SimpleNamespace(model_config=LLAMA_RUN.model)
     memory_estimate.MemoryEstimate().setup(trainer, module, "fit")
     (line,) = logged
     assert re.search(message, line)

@@ -19,6 +19,18 @@ from tests.models import GPT2, VOCAB_SIZE
 from tests.ranks import ROOT
 
 
+def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
 def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> None:
     code = (
         "import sys, time\n"
@@ -36,16 +48,7 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
         "from lightning_megatron.registration import register_strategies\nregister_strategies()\n"
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    seconds, *lines = result.stdout.splitlines()
+    seconds, *lines = _run(code).stdout.splitlines()
     assert float(seconds) < 0.1
     assert lines == [
         "[]",
@@ -183,17 +186,4 @@ def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
         "for _ in range(2):\n"
         "    config_object({'model_type': 'gpt2', 'vocab_size': 100, 'eos_token_id': 0})\n"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "RANK": str(rank),
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("bos_token_id must be") == count
+    assert _run(code, RANK=str(rank)).stderr.count("bos_token_id must be") == count
