@@ -61,10 +61,7 @@ def test_loader_benchmark_measures_all_objectives() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "smoke-tp2",
-        *(exhaustive(x) for x in _OTHER_SMOKE),
-    ],
+    ["smoke-tp2", *(exhaustive(x) for x in _OTHER_SMOKE)],
 )
 def test_train_step_benchmark_reports_its_steps(name: str, tmp_path: Path) -> None:
     case = case_named(name)

@@ -70,11 +70,7 @@ EXPERTS: dict[str, Any] = {
 EP2: Layout = (2, {"ep": 2})
 TP2_EP2: Layout = (
     2,
-    {
-        "tp": 2,
-        "ep": 2,
-        "sequence_parallel": True,
-    },
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
 )
 EP4: Layout = (4, {"ep": 4})
 PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
@@ -242,10 +238,7 @@ def test_sharded_optimizer_state_equals_the_one_megatron_gathers(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        {},
-        exhaustive(_unsharded(ONE)[1]),
-    ],
+    [{}, exhaustive(_unsharded(ONE)[1])],
     ids=["sharded optimizer", "unsharded optimizer"],
 )
 def test_master_weights_survive_a_change_of_precision(

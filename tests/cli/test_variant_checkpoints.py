@@ -11,6 +11,7 @@ from lightning_megatron.cli import main
 from lightning_megatron.data.tokenizer import load_tokenizer
 from tests.cli.command import run_cli
 from tests.cli.corpus import VOCAB_SIZE
+from tests.parity.training import TP2
 from tests.ranks import run_ranks
 
 _SIZES: dict[str, Any] = {
@@ -33,11 +34,11 @@ def _train(folder: str) -> list[int]:
     from torch.utils.data import DataLoader
 
     from lightning_megatron import MegatronModule
-    from tests.parity.training import Case, Layout, trainer_of
+    from tests.parity.training import Case, trainer_of
 
     tokens = torch.arange(16).remainder(VOCAB_SIZE)
     rows: Any = [{"input_ids": tokens, "labels": tokens}] * 4
-    trainer = trainer_of(Case(layout=Layout(tp=2), steps=2))
+    trainer = trainer_of(Case(layout=TP2, steps=2))
     fields: dict[str, Any] = {
         "position_embedding_type": "rotary",
         "attention_head_type": "multiquery",

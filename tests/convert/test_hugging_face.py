@@ -24,14 +24,13 @@ from tests.convert.directories import (
     tiny_llama,
 )
 from tests.convert.weights import assert_same_weights, weights_of
-from tests.families.parity import FOUR_RANKS, pretrained_module
+from tests.families.parity import pretrained_module
 from tests.parity.comparison import assert_same
-from tests.parity.training import Case, Layout, Sentences, trainer_of
+from tests.parity.training import DP2, FOUR_RANKS, PP2, TP2, Case, Layout, Sentences, trainer_of
 from tests.ranks import RankError, run_ranks
 
 Change = Callable[[Path], object]
 Tensors = dict[str, torch.Tensor]
-TWO_RANKS = Layout(tp=2)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -295,7 +294,7 @@ def _save_on_ranks(
     ("kind", "dtype", "precision", "layout"),
     [
         ("sharded_bin", torch.float16, "32-true", FOUR_RANKS),
-        ("safetensors", torch.float64, "bf16-mixed", TWO_RANKS),
+        ("safetensors", torch.float64, "bf16-mixed", TP2),
         ("safetensors", torch.bfloat16, "bf16-mixed", Layout(dp=2, distributed_optimizer=False)),
     ],
 )
@@ -330,7 +329,7 @@ def test_saved_files_have_the_run_dtype_and_shard_size(
 
 def test_output_layer_of_a_headless_model_is_newly_initialised(tmp_path: Path) -> None:
     tiny_llama().model.save_pretrained(tmp_path / "source")
-    (message,) = _save_on_ranks(tmp_path, TWO_RANKS)["messages"]
+    (message,) = _save_on_ranks(tmp_path, TP2)["messages"]
     assert "newly initialised: lm_head.weight" in message
     assert tensors_in(tmp_path / "target")["lm_head.weight"].std() > 0
 
@@ -384,22 +383,18 @@ def test_killed_save_changes_no_final_file(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in (tmp_path / "old").iterdir()}
     for target in ("old", "new"):
         with pytest.raises(RankError, match="died without a result"):
-            _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", "killed", target=target)
+            _save_on_ranks(tmp_path, TP2, "32-true", None, "20KB", "killed", target=target)
     assert not (tmp_path / "new").exists()
     files = [file for file in (tmp_path / "old").iterdir() if file.is_file()]
     assert {file.name: file.read_bytes() for file in files} == before
-    _save_on_ranks(tmp_path, TWO_RANKS, "32-true", None, "20KB", target="new")
+    _save_on_ranks(tmp_path, TP2, "32-true", None, "20KB", target="new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "old", "new"}
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(tp=2),
-        Layout(pp=2, num_microbatches=2),
-        Layout(dp=2),
-    ],
+    [TP2, PP2, DP2],
     ids=str,
 )
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.families.parity import pretrained_module
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.training import TP2, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 _SLACK_BYTES = 32 << 20
@@ -101,7 +101,7 @@ def test_loading_needs_little_more_than_the_shard(tmp_path: Path) -> None:
         _measure_loading,
         2,
         str(tmp_path),
-        Layout(tp=2),
+        TP2,
     ):
         # New parameters become resident when first written, so the rise includes the shard.
         assert rise < own + 2 * largest + _SLACK_BYTES < 0.6 * total

@@ -18,7 +18,7 @@ from lightning_megatron.convert.registry import (
     rules_of,
 )
 from lightning_megatron.models.config import ModelConfig
-from tests.families.parity import FOUR_RANKS, Rows, check_family
+from tests.families.parity import Rows, check_family
 from tests.families.parity import padded_sentences as sentences
 from tests.families.t5_models import mt5, t5
 from tests.families.test_gpts import FAMILIES, gpt_model
@@ -26,11 +26,11 @@ from tests.families.test_megatron_bert import CASES as BERTS
 from tests.families.test_megatron_bert import bert_model
 from tests.families.test_t5 import CASES as T5S
 from tests.generate.models import ENCODER_DECODERS, MODELS, NO_END, compare, make_call
-from tests.parity.training import Layout
+from tests.parity.training import FOUR_RANKS, TP2, Layout
 from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
-LAYOUTS = {"1 rank": Layout(), "tp2": Layout(tp=2), "tp2 pp2 sp": FOUR_RANKS}
+LAYOUTS = {"1 rank": Layout(), "tp2": TP2, "tp2 pp2 sp": FOUR_RANKS}
 ELSEWHERE = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe"}
 """Families with experts, compared in tests/families/test_experts.py."""
 _WORDS: dict[str, str] = {

@@ -35,20 +35,28 @@ from tests.models import VOCAB_SIZE
 from tests.parity.comparison import relative_error
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
-from tests.parity.training import Case, Layout, train_module, trainer_of
+from tests.parity.training import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    PP2,
+    TP2,
+    Case,
+    Layout,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 Rows = list[dict[str, Tensor]]
 
 LAYOUTS = (
     Layout(),
-    Layout(tp=2),
-    Layout(pp=2, num_microbatches=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-    Layout(pp=2, vpp=2, num_microbatches=2),
+    TP2,
+    PP2,
+    FOUR_RANKS,
+    INTERLEAVED,
 )
 """Each way of splitting a model once; the rows must divide into two microbatches, the sequence into two parts."""
-FOUR_RANKS, INTERLEAVED = LAYOUTS[3:]
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 8
 

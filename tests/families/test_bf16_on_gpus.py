@@ -24,13 +24,13 @@ from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
 from tests.parity.comparison import relative_error
 from tests.parity.sharding import Tensors
-from tests.parity.training import Case, Layout
+from tests.parity.training import CP2, FOUR_RANKS, TP2_SP, Case, Layout
 from tests.ranks import run_ranks
 
 LAYOUTS = (
-    Layout(tp=2, sequence_parallel=True),
-    Layout(cp=2),
-    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+    TP2_SP,
+    CP2,
+    FOUR_RANKS,
     Layout(tp=2, cp=2, sequence_parallel=True),
     Layout(cp=2, pp=2, cp_comm_type="all_gather", num_microbatches=2),
 )

@@ -9,9 +9,9 @@ from lightning_megatron.convert.registry import known_families
 from lightning_megatron.models.t5_layout import t5_layout
 from lightning_megatron.planning.parameters import rank_parameters
 from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, lines_of_page, models, page
-from tests.families.parity import FOUR_RANKS, check_family, padded_sentences
+from tests.families.parity import check_family, padded_sentences
 from tests.families.test_gpts import CONFIGS
-from tests.parity.training import MODELS, Case, Layout, trainer_of
+from tests.parity.training import FOUR_RANKS, MODELS, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 # ---- docs/families.md is up to date ---------------------------------------------------------------------------------

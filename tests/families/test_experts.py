@@ -8,16 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.families.parity import (
-    FOUR_RANKS,
-    check_family,
-    padded_sentences,
-    pretrained_module,
-    tiny_model,
-)
+from tests.families.parity import check_family, padded_sentences, pretrained_module, tiny_model
 from tests.families.test_gpts import LIKE_LLAMA
 from tests.models import VOCAB_SIZE
-from tests.parity.training import Case, Layout, trainer_of
+from tests.parity.training import FOUR_RANKS, INTERLEAVED, RECOMPUTED, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 _LIKE_LLAMA = {**LIKE_LLAMA, "num_experts_per_tok": 2, "output_router_logits": True}
@@ -92,21 +86,9 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     (
         "mixtral",
         {},
-        Layout(
-            ep=2,
-            dp=2,
-            recompute="selective",
-        ),
+        Layout(ep=2, dp=2, recompute="selective"),
     ),
-    (
-        "qwen2_moe",
-        {},
-        Layout(
-            tp=2,
-            sequence_parallel=True,
-            recompute="full",
-        ),
-    ),
+    ("qwen2_moe", {}, RECOMPUTED),
     (
         "qwen2_moe",
         {"norm_topk_prob": True, "decoder_sparse_step": 2},
@@ -126,11 +108,7 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     (
         "olmoe",
         {},
-        Layout(
-            ep=2,
-            tp=2,
-            sequence_parallel=True,
-        ),
+        Layout(ep=2, tp=2, sequence_parallel=True),
     ),
     ("dots1", {}, FOUR_RANKS),
     ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
@@ -149,7 +127,7 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     (
         "qwen3_moe",
         {"mlp_only_layers": [0, 3], "decoder_sparse_step": 1},
-        Layout(pp=2, vpp=2, num_microbatches=2),
+        INTERLEAVED,
     ),
     ("dots1", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, Layout()),
     ("dots1", {"sliding_window": 5, "max_window_layers": 2}, Layout(tp=2, sequence_parallel=True)),

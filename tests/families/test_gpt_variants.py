@@ -9,9 +9,8 @@ import pytest
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import with_variant
-from tests.families.parity import FOUR_RANKS
 from tests.models import NO_DROPOUT
-from tests.parity.training import Case, Layout, loader_of, module_of, train_module
+from tests.parity.training import FOUR_RANKS, Case, Layout, loader_of, module_of, train_module
 from tests.ranks import run_ranks
 
 POSITIONS = ("absolute", "rotary", "alibi")

@@ -12,17 +12,10 @@ import torch
 from lightning_megatron.convert.registry import config_object, family_of, model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.parameters import total_parameters
-from tests.families.parity import (
-    FOUR_RANKS,
-    INTERLEAVED,
-    LAYOUTS,
-    Rows,
-    check_family,
-    tiny_model,
-)
+from tests.families.parity import LAYOUTS, Rows, check_family, tiny_model
 from tests.families.parity import padded_sentences as sentences
 from tests.models import GPT2, LLAMA, NO_DROPOUT, VOCAB_SIZE
-from tests.parity.training import Layout
+from tests.parity.training import FOUR_RANKS, INTERLEAVED, RECOMPUTED, TP2, TP2_DP2, Layout
 
 _LIKE_GPT2 = {**GPT2, **NO_DROPOUT, "n_inner": 48, "n_positions": 24}
 LIKE_LLAMA = {**LLAMA, "max_position_embeddings": 24}
@@ -198,7 +191,7 @@ CASES: tuple[Case, ...] = (
     *(("llama", "", {}, layout, "right") for layout in (LAYOUTS[0], FOUR_RANKS, INTERLEAVED)),
     ("llama", "more ranks than keys", {}, _FOUR_TP, "right"),
     ("llama", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
-     Layout(tp=2, dp=2), "left"),
+     TP2_DP2, "left"),
     ("llama", "dynamic, positions", _rope("dynamic", factor=3.0), INTERLEAVED, "positions"),
     ("llama", "longrope", _rope("longrope", original_max_position_embeddings=8, **_LONGROPE), FOUR_RANKS, "right"),
     ("llama", "llama3", _rope("llama3", original_max_position_embeddings=8, **_LLAMA3), FOUR_RANKS, "positions"),
@@ -211,7 +204,7 @@ CASES: tuple[Case, ...] = (
     ("mistral", "", {}, FOUR_RANKS, "left"),
     ("mistral", "a window of one", {"sliding_window": 1}, Layout(), "right"),
     ("qwen2", "windows in later layers", _WINDOWED, FOUR_RANKS, "left"),
-    ("qwen3", "", {}, Layout(tp=2, sequence_parallel=True, recompute="full"), "right"),
+    ("qwen3", "", {}, RECOMPUTED, "right"),
     # Ranks that share a key sum the gradients of its norm.
     ("qwen3", "more ranks than keys", {}, _FOUR_TP, "right"),
     ("bloom", "", {}, FOUR_RANKS, "right"),
@@ -235,13 +228,13 @@ RARER_CASES: tuple[Case, ...] = (
     ("qwen2", "windows by type", {**_WINDOWED, "layer_types": _WINDOW_TYPES}, INTERLEAVED, "right"),
     ("qwen3", "biased, tied, windows", {"attention_bias": True, "tie_word_embeddings": True, **_WINDOWED},
      INTERLEAVED, "left"),
-    ("bloom", "six heads have slopes, too", {"n_head": 6, "hidden_size": 48}, Layout(tp=2), "right"),
+    ("bloom", "six heads have slopes, too", {"n_head": 6, "hidden_size": 48}, TP2, "right"),
     ("bloom", "recomputed", {"pretraining_tp": 2}, _RECOMPUTING, "left"),
-    ("falcon", "7b with biases", _WITH_BIASES, Layout(tp=2, sequence_parallel=True, recompute="full"), "left"),
+    ("falcon", "7b with biases", _WITH_BIASES, RECOMPUTED, "left"),
     ("falcon", "40b", _40B, Layout(tp=4), "right"),
     ("falcon", "alibi, one key", {"alibi": True, "activation": "gelu_new"}, Layout(), "left"),
     # The window counts tokens, not position ids.
-    ("mistral", "given positions", {}, Layout(tp=2), "positions"),
+    ("mistral", "given positions", {}, TP2, "positions"),
     ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
     *((family, "", {}, Layout() if family in _SPLIT else FOUR_RANKS, rows) for family, rows in _NEWER.items()),
     ("gemma3_text", "scaled", {"rope_parameters": _GEMMA3_ROPE}, INTERLEAVED, "positions"),
@@ -251,7 +244,7 @@ RARER_CASES: tuple[Case, ...] = (
     ("stablelm", "one norm", {"use_parallel_residual": True, "use_qkv_bias": False}, _RECOMPUTING, "left"),
     ("smollm3", "windows", {"use_sliding_window": True, "sliding_window": 5, "mlp_bias": True}, INTERLEAVED, "left"),
     ("granite", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
-     Layout(tp=2), "left"),
+     TP2, "left"),
     ("opt", "without biases", {"enable_bias": False, "tie_word_embeddings": False}, INTERLEAVED, "positions"),
     ("cohere", "biased", {"attention_bias": True}, _RECOMPUTING, "positions"),
     ("glm4", "without biases", {"attention_bias": False}, _FOUR_TP, "positions"),

@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.families.parity import (
-    FOUR_RANKS,
-    INTERLEAVED,
-    Rows,
-    check_family,
-    tiny_model,
-)
+from tests.families.parity import Rows, check_family, tiny_model
 from tests.models import VOCAB_SIZE
 from tests.parity.sharding import full_tensors
-from tests.parity.training import Case, Layout, Outcome, train_module, trainer_of
+from tests.parity.training import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    PP2_DP2,
+    RECOMPUTED,
+    Case,
+    Layout,
+    Outcome,
+    train_module,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 LENGTHS = (16, 9, 5, 12)
@@ -96,7 +100,6 @@ def _pretraining_rows() -> Rows:
 
 CLASSES = torch.tensor([4, 0, -100, 2])
 VALUES = torch.linspace(-1, 1, 12).view(4, 3).roll(1)
-RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
 CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"pretraining-{layout}": (("PreTraining",), layout, _pretraining_rows())
        for layout in (FOUR_RANKS, INTERLEAVED, TWO_REPLICAS, RECOMPUTED)},
@@ -249,7 +252,7 @@ def test_indivisible_rows_have_metrics_of_one_process(task: str) -> None:
         task,
         "32-true",
     )
-    layout = Layout(pp=2, dp=2, num_microbatches=2)
+    layout = PP2_DP2
     ranks = run_ranks(_validate, 4, layout, rows, task, "32-true")
     assert ranks == [pytest.approx(expected, rel=1e-5)] * 4
     if task == "pretraining":

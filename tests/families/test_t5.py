@@ -7,18 +7,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.families.parity import (
-    FOUR_RANKS,
-    INTERLEAVED,
-    Rows,
-    check_family,
-    pretrained_module,
-)
+from tests.families.parity import Rows, check_family, pretrained_module
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
 from tests.models import VOCAB_SIZE
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
-from tests.parity.training import MODELS, Case, Layout, module_of, trainer_of
+from tests.parity.training import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    MODELS,
+    TP2,
+    TP2_SP,
+    Case,
+    Layout,
+    module_of,
+    trainer_of,
+)
 from tests.ranks import RankError, run_ranks
 
 
@@ -57,7 +61,7 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
     **{f"t5-{layout}": (t5, layout, _pairs()) for layout in (FOUR_RANKS, INTERLEAVED)},
     "gated, untied": (t5_1_1, FOUR_RANKS, _pairs(side="left")),
     "mt5": (mt5, FOUR_RANKS, _pairs(with_decoder_mask=False)),
-    "the decoder's own input": (t5, Layout(tp=2), [
+    "the decoder's own input": (t5, TP2, [
         {**row, "decoder_input_ids": row["input_ids"][:10]} for row in _pairs()
     ]),
     "saved in parts": (t5, DISTRIBUTED, _pairs()),
@@ -209,15 +213,11 @@ def _override(name: str, value: Any) -> Layout:
             "'core_attn' cannot train T5's attention bias",
         ),
         (
-            Layout(
-                pp=4,
-                vpp=2,
-                num_microbatches=4,
-            ),
+            Layout(pp=4, vpp=2, num_microbatches=4),
             8,
             "8 chunks are more than the 7 layers",
         ),
-        (Layout(tp=2, sequence_parallel=True), 7, "length of labels=7: expected a multiple of 2"),
+        (TP2_SP, 7, "length of labels=7: expected a multiple of 2"),
     ],
     ids=str,
 )

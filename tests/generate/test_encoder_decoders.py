@@ -25,7 +25,7 @@ from tests.generate.models import (
     set_up,
 )
 from tests.marks import exhaustive
-from tests.parity.training import Case, Layout, refusal
+from tests.parity.training import FOUR_RANKS, TP2_SP, Case, Layout, refusal
 
 START = 2
 
@@ -38,21 +38,13 @@ def _split(*layers: int, vpp: int | None = None) -> Layout:
 ONE = ("t5_1_1",)
 EVERY = tuple(ENCODER_DECODERS)
 CASES = (
-    (Layout(tp=2, sequence_parallel=True), EVERY),
+    (TP2_SP, EVERY),
     (_split(2, 5), ONE),
     (_split(0, 4, 2, 1, vpp=2), ONE),
 )
 RARER_CASES = (
     (Layout(pp=2, num_microbatches=2, recompute="full"), EVERY),
-    (
-        Layout(
-            tp=2,
-            pp=2,
-            sequence_parallel=True,
-            num_microbatches=2,
-        ),
-        EVERY,
-    ),
+    (FOUR_RANKS, EVERY),
     (_split(7, 0), ONE),
 )
 

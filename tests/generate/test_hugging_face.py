@@ -26,11 +26,11 @@ from tests.generate.models import (
 from tests.generate.test_encoder_decoders import calls_of_every_t5
 from tests.marks import exhaustive
 from tests.models import VOCAB_SIZE
-from tests.parity.training import Case, Layout
+from tests.parity.training import DP2, INTERLEAVED, TP2, TP2_DP2, TP2_SP, Case, Layout
 from tests.tokenizers import byte_level_tokenizer
 
 LAYOUTS = (
-    Layout(tp=2, sequence_parallel=True),
+    TP2_SP,
     Layout(pp=2, recompute="full"),
     Layout(
         tp=2,
@@ -48,11 +48,7 @@ CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
     # How sequences end does not depend on the family, so a few models suffice.
     (LAYOUTS[0], EVERY, False),
     (LAYOUTS[0], FEW, True),
-    (
-        Layout(pp=2, vpp=2, num_microbatches=2),
-        FEW,
-        True,
-    ),
+    (INTERLEAVED, FEW, True),
     (Layout(dp=3), FEW, True),
     (Layout(dp=2, ep=2), MIXTURES, True),
     (Layout(tp=4), ("gpt_bigcode", "falcon_40b"), False),  # more ranks than key-value heads
@@ -119,11 +115,7 @@ def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...], e
 
 @pytest.mark.parametrize(
     "layout",
-    layouts_on_gpus(
-        Layout(),
-        *LAYOUTS[:2],
-        Layout(dp=2),
-    ),
+    layouts_on_gpus(Layout(), *LAYOUTS[:2], DP2),
 )
 def test_sequences_on_gpus_equal_hugging_face_on_cpu(layout: Layout) -> None:
     compare(calls_of(EVERY) + calls_of_every_t5(), layout, accelerator="gpu")
@@ -183,7 +175,7 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
         make_call("llama", rows, **lengths),
         make_call("llama", rows, **lengths, num_beams=3, num_return_sequences=3),
     ]
-    compare(calls, Layout(tp=2))
+    compare(calls, TP2)
     stop = tuple(new[3:5])
     end = next(n for n in range(2, 13) if tuple(new[n - 2 : n]) == stop)
     stopping = replace(
@@ -199,7 +191,7 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
         input_ids=rows[0][:1],
         attention_mask=None,
     )
-    sequences = generate([stopping, one], Layout(tp=2))
+    sequences = generate([stopping, one], TP2)
     assert sequences[0].tolist() == [
         complete[0, : 7 + end].tolist() + [1] * (12 - end),
         *complete[1:].tolist(),
@@ -210,10 +202,7 @@ def test_penalties_length_limits_stop_sequences_and_default_eos() -> None:
 def test_fewer_prompts_than_replicas_or_stages() -> None:
     call = make_call(
         "qwen2",
-        prompts(
-            lengths=(5,),
-            width=5,
-        ),
+        prompts(lengths=(5,), width=5),
         max_new_tokens=5,
         num_beams=2,
         **NO_END,
@@ -343,7 +332,7 @@ def test_scores_equal_hugging_face() -> None:
         make_call("llama", rows, **options),
         make_call("llama", rows, **options, **beams),
     ]
-    for outputs_of_rank in run_with_models(_generate_with_scores, Layout(tp=2, dp=2), calls):
+    for outputs_of_rank in run_with_models(_generate_with_scores, TP2_DP2, calls):
         for actual, (sequences, log_probabilities, scores) in zip(
             outputs_of_rank, expected, strict=True
         ):

@@ -8,6 +8,12 @@ import torch
 from tests.generate.models import NO_END, generate, make_call
 from tests.marks import exhaustive
 from tests.parity.training import (
+    CP2,
+    DP2,
+    INTERLEAVED,
+    RECOMPUTED,
+    TP2,
+    TP2_SP,
     Case,
     Layout,
     Outcome,
@@ -34,21 +40,17 @@ def test_same_seed_samples_the_same_at_every_layout() -> None:
     # Several different sequences per prompt.
     assert torch.equal(alone[3][:, :7], calls[3].input_ids.repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in alone[3][:, 7:].tolist()}) == len(alone[3])
-    for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)):
+    for layout in (TP2, Layout(pp=2), DP2, CP2):
         assert all(map(torch.equal, alone, generate(calls, layout))), layout
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "precision"),
     [
-        (
-            "gpt2",
-            Layout(tp=2, sequence_parallel=True, recompute="full"),
-            "bf16-mixed",
-        ),
-        exhaustive("gpt2", Layout(pp=2, vpp=2, num_microbatches=2), "16-mixed"),
+        ("gpt2", RECOMPUTED, "bf16-mixed"),
+        exhaustive("gpt2", INTERLEAVED, "16-mixed"),
         ("gpt2", Layout(dp=2, overlap_communication=True), "32-true"),
-        ("gpt2", Layout(cp=2), "bf16-mixed"),
+        ("gpt2", CP2, "bf16-mixed"),
         exhaustive(
             "t5",
             Layout(
@@ -172,7 +174,7 @@ def test_wrong_input_is_refused_on_every_rank_without_side_effects() -> None:
     for errors in run_ranks(
         _refusals,
         2,
-        Case(layout=Layout(tp=2, sequence_parallel=True), steps=1),
+        Case(layout=TP2_SP, steps=1),
     ):
         assert [
             part for (_, part), error in zip(REFUSED, errors, strict=True) if part not in error

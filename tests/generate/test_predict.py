@@ -23,7 +23,17 @@ from tests.generate.models import (
     run_with_models,
 )
 from tests.marks import exhaustive
-from tests.parity.training import Case, Layout, refusal, trainer_of
+from tests.parity.training import (
+    DP2,
+    FOUR_RANKS,
+    INTERLEAVED,
+    PP2_DP2,
+    TP2,
+    Case,
+    Layout,
+    refusal,
+    trainer_of,
+)
 
 Batch = dict[str, Tensor]
 
@@ -45,15 +55,7 @@ def _loader(batch: Batch) -> DataLoader[Any]:
     ("model", "layout"),
     [
         ("llama", Layout(pp=2, dp=2)),
-        (
-            "mt5",
-            Layout(
-                tp=2,
-                pp=2,
-                sequence_parallel=True,
-                num_microbatches=2,
-            ),
-        ),
+        ("mt5", FOUR_RANKS),
         exhaustive("mt5", Layout(cp=2, dp=2)),
     ],
     ids=str,
@@ -157,18 +159,9 @@ def _predict_logits(
     ("layout", "names"),
     [
         (Layout(), ("gpt2", "t5", *BERTS)),
-        (
-            Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-            ("t5", "t5_1_1", "bloom", *BERTS),
-        ),
-        (
-            Layout(pp=2, vpp=2, num_microbatches=2),
-            ("qwen3",),
-        ),
-        (
-            Layout(pp=2, dp=2, num_microbatches=2),
-            ("gpt2",),
-        ),
+        (FOUR_RANKS, ("t5", "t5_1_1", "bloom", *BERTS)),
+        (INTERLEAVED, ("qwen3",)),
+        (PP2_DP2, ("gpt2",)),
         (Layout(dp=3), ("llama",)),
         exhaustive(
             Layout(cp=2, tp=2, dp=2),
@@ -185,9 +178,9 @@ def test_logits_equal_hugging_face_in_dataset_order(layout: Layout, names: tuple
     "layout",
     layouts_on_gpus(
         Layout(),
-        Layout(tp=2),
+        TP2,
         Layout(pp=2),
-        Layout(dp=2),
+        DP2,
     ),
 )
 def test_logits_on_gpus_equal_hugging_face(layout: Layout) -> None:

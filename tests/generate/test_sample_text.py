@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import VOCAB_SIZE
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.parity.training import FOUR_RANKS, Case, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_are_those_of_the_current_model(tokenizer: Path, tmp_path: Path) -> None:
-    layout = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+    layout = FOUR_RANKS
     (final, logged), *others = run_ranks(
         _train, layout.world_size, Case(layout=layout, steps=4), tokenizer, tmp_path
     )

@@ -22,7 +22,7 @@ from tests.generate.models import (
 )
 from tests.generate.tape import TapeRecorder
 from tests.marks import exhaustive, on_gpus
-from tests.parity.training import Case, Layout, refusal
+from tests.parity.training import INTERLEAVED, TP2_SP, Case, Layout, refusal
 
 TWO_BY_TWO = Layout(
     tp=2,
@@ -54,10 +54,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     [
         (Layout(), EVERY),
         (TWO_BY_TWO, ("gpt2", "mistral", "bloom")),
-        exhaustive(
-            Layout(pp=2, vpp=2, num_microbatches=2),
-            ("llama",),
-        ),
+        exhaustive(INTERLEAVED, ("llama",)),
         exhaustive(Layout(tp=4), ("gpt_bigcode",)),
     ],
     ids=str,
@@ -127,9 +124,9 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
     ("layout", "models"),
     [
         on_gpus(1, Layout(), (*EVERY, "olmo2")),
-        on_gpus(2, Layout(tp=2, sequence_parallel=True), (*EVERY, "olmo2")),
+        on_gpus(2, TP2_SP, (*EVERY, "olmo2")),
         on_gpus(2, Layout(pp=2), ("gpt2", "llama", "bloom")),
-        on_gpus(2, Layout(pp=2, vpp=2, num_microbatches=2), ("llama",)),
+        on_gpus(2, INTERLEAVED, ("llama",)),
         on_gpus(4, Layout(tp=2, pp=2), ("llama", "bloom")),
     ],
     ids=str,

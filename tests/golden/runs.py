@@ -157,12 +157,7 @@ def train(run: Run, files: Path, work: Path) -> Steps:
             for key in ("data_path", "tokenizer")
             if key in run.indexed
         }
-        run = run.but(
-            indexed={
-                "index_cache": str(work / "cache"),
-                **paths,
-            }
-        )
+        run = run.but(indexed={"index_cache": str(work / "cache"), **paths})
     rows: Steps = {}
     """Row hashes of each step, and of the validation after it."""
 

@@ -16,7 +16,17 @@ from torch.utils.data import IterableDataset
 
 from tests.checkpoint.runs import callback
 from tests.cli.command import leave_torchrun
-from tests.parity.training import Case, Layout, Sentences, loader_of, module_of, refusal, trainer_of
+from tests.parity.training import (
+    TP2,
+    TP2_DP2,
+    Case,
+    Layout,
+    Sentences,
+    loader_of,
+    module_of,
+    refusal,
+    trainer_of,
+)
 from tests.ranks import RankError, run_ranks
 
 
@@ -34,11 +44,7 @@ def test_wrong_number_of_processes_is_refused(started: int, devices: int) -> Non
 
 
 def _start(devices: int) -> str:
-    return refusal(
-        trainer_of,
-        Case(layout=Layout(tp=2)),
-        devices=devices,
-    )
+    return refusal(trainer_of, Case(layout=TP2), devices=devices)
 
 
 def _wait_alone() -> tuple[str, float]:
@@ -152,7 +158,7 @@ def test_fewer_nodes_that_cannot_share_the_batch_are_refused() -> None:
         RankError, match="2 of num_nodes=3 were started, so dp=2 instead of 3: expected replicas"
     ):
         run_ranks(_losses, 2, "loader", uneven)
-    wide = replace(CASE, layout=Layout(dp=2, tp=2))
+    wide = replace(CASE, layout=TP2_DP2)
     with pytest.raises(
         RankError, match=r"world size 1 \(devices x num_nodes\) is not a multiple of tp=2"
     ):

@@ -20,8 +20,12 @@ from tests.families.parity import padded_sentences
 from tests.families.test_gpts import CONFIGS
 from tests.parity.comparison import assert_same_run
 from tests.parity.training import (
+    FOUR_RANKS,
     MODELS,
+    PP2,
     SEQ_LENGTH,
+    TP2,
+    TP2_SP,
     Case,
     Layout,
     loader_of,
@@ -133,7 +137,6 @@ T5 = Case(
     model_fields=(("dropout_rate", PROBABILITY), ("feed_forward_proj", "gelu")),
 )
 NUM_LAYERS = 4
-FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 
 def _masks(layout: Layout, case: Case = CASE) -> list[Masks]:
@@ -150,8 +153,8 @@ def _all_independent(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 LAYOUTS = (
-    Layout(tp=2),
-    Layout(tp=2, sequence_parallel=True),
+    TP2,
+    TP2_SP,
     *(Layout(cp=2, cp_comm_type=x) for x in ("a2a", "all_gather")),
 )
 
@@ -159,7 +162,7 @@ LAYOUTS = (
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_masks_differ_between_ranks_unless_activations_are_equal(layout: Layout) -> None:
     first, second = _masks(layout)
-    is_whole = layout == Layout(tp=2)
+    is_whole = layout == TP2
     assert [len(mask) for mask in first.activations] == [SEQ_LENGTH // (1 if is_whole else 2)] * (
         1 + 2 * NUM_LAYERS
     )
@@ -179,7 +182,7 @@ def test_masks_differ_between_ranks_unless_activations_are_equal(layout: Layout)
 
 
 def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
-    first, second = _masks(Layout(tp=2), T5)
+    first, second = _masks(TP2, T5)
     for a, b in zip(first.activations, second.activations, strict=True):
         is_inside_mlp = a.shape[-1] == MODELS["t5"]["d_ff"] // 2
         assert are_independent(a, b) if is_inside_mlp else torch.equal(a, b)
@@ -189,7 +192,7 @@ def test_t5_masks_differ_only_for_sharded_heads_and_mlps() -> None:
 
 
 def test_masks_differ_between_stages_microbatches_and_layers() -> None:
-    first, second = _masks(Layout(pp=2, num_microbatches=2))
+    first, second = _masks(PP2)
     per_microbatch = len(first.activations) // 2
     embedding, *blocks = first.activations[:per_microbatch]
     assert per_microbatch == 1 + NUM_LAYERS
@@ -237,7 +240,7 @@ def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: s
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=2), Layout(tp=2, sequence_parallel=True)],
+    [TP2, TP2_SP],
     ids=str,
 )
 def test_recomputation_repeats_dropout_masks_on_gpus(layout: Layout) -> None:

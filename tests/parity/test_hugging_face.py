@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.comparison import assert_same_run
 from tests.parity.hugging_face import train_hugging_face, train_in_hugging_face_names
-from tests.parity.training import Case, Layout
+from tests.parity.training import FOUR_RANKS, Case
 from tests.ranks import run_ranks
 
 ADAM = (
@@ -40,12 +40,7 @@ CASES = {
     ),
     "sgd_clipped": replace(
         LLAMA,
-        layout=Layout(
-            tp=2,
-            pp=2,
-            sequence_parallel=True,
-            num_microbatches=2,
-        ),
+        layout=FOUR_RANKS,
         clip=0.5,
         optimizer=(
             ("name", "sgd"),

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from tests.parity.comparison import assert_same_run, assert_same_within_rounding
-from tests.parity.training import Case, Layout, outcome
+from tests.parity.training import (
+    FOUR_RANKS,
+    INTERLEAVED,
+    PP2_DP2,
+    TP2,
+    TP2_PP2,
+    Case,
+    Layout,
+    outcome,
+)
 
 _RARE = pytest.mark.exhaustive
 
@@ -19,7 +28,7 @@ def _uneven(layout: Layout, ends: int) -> Layout:
 
 LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(num_microbatches=3), True),
-    (Layout(tp=2), False),
+    (TP2, False),
     (Layout(tp=2, sequence_parallel=True, num_microbatches=2), True),
     (Layout(tp=4, sequence_parallel=True), False),
     (Layout(pp=2, num_microbatches=3), True),
@@ -30,9 +39,9 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
     (Layout(dp=2, overlap_communication=True), False),
     (Layout(dp=2, distributed_optimizer=False, overlap_communication=True), True),
     (Layout(dp=3), True),
-    (Layout(tp=2, pp=2, num_microbatches=2), False),
+    (TP2_PP2, False),
     (Layout(tp=2, dp=2, sequence_parallel=True), True),
-    (Layout(pp=2, dp=2, num_microbatches=2), True),
+    (PP2_DP2, True),
     (_uneven(Layout(pp=3, num_microbatches=3), 1), True),
     (Layout(cp=2, dp=2, num_microbatches=2), True),
     (
@@ -55,13 +64,7 @@ LAYOUTS: tuple[tuple[Layout, bool], ...] = (
         ),
         False,
     ),
-    (
-        _uneven(
-            Layout(pp=2, vpp=2, num_microbatches=2),
-            2,
-        ),
-        True,
-    ),
+    (_uneven(INTERLEAVED, 2), True),
 )
 """Layout, and whether it is in every test run: those together cover all ways of splitting and communicating."""
 WITH_RECOMPUTE = (
@@ -180,15 +183,7 @@ T5_LAYOUTS = (
         ),
         True,
     ),
-    (
-        Layout(
-            tp=2,
-            pp=2,
-            sequence_parallel=True,
-            num_microbatches=2,
-        ),
-        False,
-    ),
+    (FOUR_RANKS, False),
 )
 
 # Two families and two kinds of labels, which the layouts take in turn.
@@ -236,17 +231,9 @@ CASES = (
         (replace(EXPERTS, labels="short"), replace(each, **_ALLGATHER_DISPATCH), True)
         for each in WITH_GATHERED_EXPERTS
     ),
-    (
-        _clipped(GPT2),
-        Layout(tp=2, pp=2, num_microbatches=2),
-        True,
-    ),
+    (_clipped(GPT2), TP2_PP2, True),
     *((T5, *each) for each in T5_LAYOUTS),
-    (
-        replace(LLAMA, labels="short"),
-        Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
-        True,
-    ),
+    (replace(LLAMA, labels="short"), FOUR_RANKS, True),
     (
         replace(T5, labels="short"),
         T5_LAYOUTS[-1][0],
@@ -254,7 +241,7 @@ CASES = (
     ),  # sequence lengths change from step to step
     (
         _clipped(T5),
-        Layout(pp=2, vpp=2, num_microbatches=2),
+        INTERLEAVED,
         True,
     ),  # each replicated weight counts once in the norm
 )
@@ -276,7 +263,7 @@ def test_layout_equals_one_process(case: Case, layout: Layout) -> None:
 
 _ON_GPU = [replace(case, accelerator="gpu") for case in (GPT2, LLAMA, T5)]
 IN_BF16 = [
-    (GPT2, Layout(tp=2, pp=2, num_microbatches=2)),
+    (GPT2, TP2_PP2),
     *(
         (case, layout)
         for case in _ON_GPU[:2]

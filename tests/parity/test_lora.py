@@ -14,7 +14,10 @@ from tests.parity.comparison import assert_same_gradients, assert_same_tensors
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
 from tests.parity.training import (
+    FOUR_RANKS,
     MODELS,
+    RECOMPUTED,
+    TP2,
     Case,
     Layout,
     Outcome,
@@ -40,7 +43,6 @@ LLAMA = Case(
     clip=0.5,
 )
 GPT2 = replace(LLAMA, model="gpt2")
-SPLIT = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 TOKENS = torch.arange(24).reshape(2, 12)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -101,12 +103,12 @@ def _adapters(tensors: Tensors) -> Tensors:
 
 
 CASES: dict[str, tuple[Case, Layout, list[str]]] = {
-    "llama_tp2_pp2_sp": (LLAMA, SPLIT, ALL),
-    "gpt2_tp2": (GPT2, Layout(tp=2), ["c_attn", "mlp.c_proj"]),
+    "llama_tp2_pp2_sp": (LLAMA, FOUR_RANKS, ALL),
+    "gpt2_tp2": (GPT2, TP2, ["c_attn", "mlp.c_proj"]),
     # Norms after linears; gate and up projections in one matrix.
     "glm4": (
         replace(LLAMA, model="glm4"),
-        Layout(tp=2),
+        TP2,
         ["o_proj", "gate_up_proj", "down_proj"],
     ),
 }
@@ -118,7 +120,7 @@ RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
         LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True), ["k_proj", "down_proj"]
     ),
     "mqa_tp2_sp": (
-        replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(SPLIT, pp=1), ["q_proj", "v_proj"]
+        replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(FOUR_RANKS, pp=1), ["q_proj", "v_proj"]
     ),
     "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL),
 }  # fmt: skip
@@ -184,10 +186,7 @@ def _train_with_dropout(case: Case, dropout: float) -> Outcome:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(tp=2),
-        Layout(tp=2, sequence_parallel=True, recompute="full"),
-    ],
+    [TP2, RECOMPUTED],
     ids=str,
 )
 def test_lora_dropout_is_equal_where_inputs_are_equal(layout: Layout) -> None:

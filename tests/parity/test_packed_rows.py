@@ -17,6 +17,9 @@ from tests.parity.comparison import assert_same_gradients
 from tests.parity.hugging_face import hugging_face_model, tensors_of
 from tests.parity.sharding import Tensors
 from tests.parity.training import (
+    CP2,
+    FOUR_RANKS,
+    INTERLEAVED,
     SEQ_LENGTH,
     Case,
     Layout,
@@ -50,7 +53,6 @@ LENGTHS = (
     9,
     6,
 )
-FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
 
 
 def _documents() -> tuple[Rows, Texts, dict[str, Any]]:
@@ -114,12 +116,8 @@ def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tup
     ("kind", "model", "layout"),
     [
         ("documents", "gpt2", FOUR_RANKS),
-        (
-            "documents",
-            "llama",
-            Layout(pp=2, vpp=2, num_microbatches=2),
-        ),
-        exhaustive("documents", "gpt2", Layout(cp=2)),
+        ("documents", "llama", INTERLEAVED),
+        exhaustive("documents", "gpt2", CP2),
         ("documents", "llama", Layout(cp=4)),
         ("instructions", "llama", FOUR_RANKS),
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.marks import exhaustive
 from tests.parity.comparison import assert_same_run
 from tests.parity.training import (
+    TP2_SP,
     Case,
     Layout,
     Outcome,
@@ -157,7 +158,7 @@ def test_fp8_peer_copies_equal_collectives() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2, sequence_parallel=True),
+        TP2_SP,
         Layout(tp=2, sequence_parallel=True, fp8="tensorwise"),
         Layout(cp=2, cp_comm_type="a2a"),
     ],

@@ -95,6 +95,19 @@ class Layout:
         return "-".join(f"{name}={value}" for name, value in changed.items()) or "one_process"
 
 
+TP2 = Layout(tp=2)
+TP2_SP = Layout(tp=2, sequence_parallel=True)
+TP2_DP2 = Layout(tp=2, dp=2)
+TP2_PP2 = Layout(tp=2, pp=2, num_microbatches=2)
+PP2 = Layout(pp=2, num_microbatches=2)
+PP2_DP2 = Layout(pp=2, dp=2, num_microbatches=2)
+FOUR_RANKS = Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)
+INTERLEAVED = Layout(pp=2, vpp=2, num_microbatches=2)
+RECOMPUTED = Layout(tp=2, sequence_parallel=True, recompute="full")
+DP2 = Layout(dp=2)
+CP2 = Layout(cp=2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run. Cases that differ only in their layout must have equal outcomes."""

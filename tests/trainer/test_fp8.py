@@ -18,6 +18,9 @@ from tests.checkpoint.runs import (
 from tests.marks import exhaustive
 from tests.parity.comparison import relative_error
 from tests.parity.training import (
+    DP2,
+    PP2,
+    TP2_SP,
     Case,
     Layout,
     Outcome,
@@ -67,11 +70,11 @@ def test_fp8_is_close_to_bf16(model: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "same_as"),
     [
-        (Layout(pp=2, num_microbatches=2), Layout(num_microbatches=2)),
+        (PP2, Layout(num_microbatches=2)),
         (Layout(recompute="full"), Layout()),
-        (Layout(dp=2, distributed_optimizer=False), Layout(dp=2)),
+        (Layout(dp=2, distributed_optimizer=False), DP2),
         exhaustive(Layout(recompute="selective"), Layout()),
-        exhaustive(Layout(dp=2, overlap_communication=True), Layout(dp=2)),
+        exhaustive(Layout(dp=2, overlap_communication=True), DP2),
     ],
     ids=str,
 )
@@ -101,7 +104,7 @@ def test_sequence_parallel_quantizes_like_full_sequence() -> None:
 
 
 def test_fp8_leaves_frozen_layers_unchanged() -> None:
-    layout = Layout(tp=2, sequence_parallel=True)
+    layout = TP2_SP
     bf16, fp8 = (
         run_ranks(train_frozen, 2, replace(BF16, layout=x), "lower half")[0][0]
         for x in (layout, replace(layout, fp8="tensorwise"))

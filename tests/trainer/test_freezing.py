@@ -13,6 +13,7 @@ from tests.parity.comparison import assert_same_tensors
 from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
 from tests.parity.training import (
+    FOUR_RANKS,
     Case,
     Layout,
     Outcome,
@@ -83,7 +84,7 @@ def _freeze(model: Any, what: What) -> None:
     ("what", "layout"),
     [
         # The embedding is tied: if one pipeline stage freezes its copy, the other stage's is frozen as well.
-        ("embeddings", Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2)),
+        ("embeddings", FOUR_RANKS),
         # The first stage has no trainable weight.
         ("lower half", Layout(pp=2, dp=2, recompute="full", overlap_communication=True)),
         ("lower half", Layout(pp=2, vpp=2, num_microbatches=2, distributed_optimizer=False)),

@@ -11,6 +11,9 @@ from tests.checkpoint.runs import callback
 from tests.leaks import Baseline
 from tests.marks import on_gpus
 from tests.parity.training import (
+    DP2,
+    TP2,
+    TP2_PP2,
     Case,
     Layout,
     common_result,
@@ -22,8 +25,7 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 from tests.recording import recorded_log
 
-FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
-CASE = Case(layout=FOUR_RANKS, steps=3)
+CASE = Case(layout=TP2_PP2, steps=3)
 
 
 def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
@@ -45,9 +47,9 @@ def _run(case: Case, phases: tuple[str, ...]) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "precision", "accelerator"),
     [
-        (FOUR_RANKS, "32-true", "cpu"),
+        (TP2_PP2, "32-true", "cpu"),
         (Layout(dp=2, overlap_communication=True), "bf16-mixed", "cpu"),
-        on_gpus(2, Layout(dp=2), "bf16-mixed", "gpu"),
+        on_gpus(2, DP2, "bf16-mixed", "gpu"),
     ],
 )
 def test_fit_validate_and_test_run_in_any_order(
@@ -94,9 +96,9 @@ def _fit_each(cases: list[Case]) -> list[float]:
 
 def test_trainers_with_different_layouts_run_in_one_process() -> None:
     layouts = [
-        FOUR_RANKS,
+        TP2_PP2,
         Layout(tp=2, dp=2, sequence_parallel=True),
-        FOUR_RANKS,
+        TP2_PP2,
     ]
     cases = [replace(CASE, layout=layout) for layout in layouts]
     for first, other, again in run_ranks(_fit_each, 4, cases):
@@ -190,5 +192,5 @@ def _leaks_of_run(case: Case, fails: bool) -> list[str]:
     [(False, "32-true"), (True, "bf16-mixed")],
 )
 def test_runs_leave_no_patches_or_environment_variables(fails: bool, precision: str) -> None:
-    case = replace(CASE, layout=Layout(tp=2), precision=precision)
+    case = replace(CASE, layout=TP2, precision=precision)
     assert common_result(_leaks_of_run, case, fails) == []

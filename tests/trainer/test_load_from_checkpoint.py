@@ -11,8 +11,9 @@ import torch
 
 from tests.parity.training import (
     MODELS,
+    TP2,
+    TP2_PP2,
     Case,
-    Layout,
     common_result,
     loader_of,
     metrics_of,
@@ -21,10 +22,7 @@ from tests.parity.training import (
 )
 from tests.ranks import run_ranks
 
-CASE = Case(
-    layout=Layout(tp=2, pp=2, num_microbatches=2),
-    steps=2,
-)
+CASE = Case(layout=TP2_PP2, steps=2)
 TOKENS = torch.arange(24).reshape(2, 12) % 80
 
 
@@ -159,7 +157,7 @@ def _load_and_train(
 
 
 def test_loaded_module_trains_at_another_layout(folder: Path, saved: dict[str, Any]) -> None:
-    case = Case(layout=Layout(tp=2), steps=2)
+    case = Case(layout=TP2, steps=2)
     overrides = {"lr": 5e-3, "lr_schedule": {}}
     val_loss, lr, last_lr = common_result(_load_and_train, case, str(folder), overrides)
     assert val_loss == pytest.approx(saved["val_loss"], rel=1.5e-6)

@@ -13,7 +13,12 @@ from tests.checkpoint.runs import callback
 from tests.models import VOCAB_SIZE
 from tests.parity.comparison import assert_same_run, assert_same_tensors
 from tests.parity.training import (
+    PP2,
+    PP2_DP2,
     SEQ_LENGTH,
+    TP2,
+    TP2_DP2,
+    TP2_PP2,
     Case,
     Labels,
     Layout,
@@ -31,7 +36,6 @@ from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 
 Rows = list[dict[str, Tensor]]
-FOUR_RANKS = Layout(tp=2, pp=2, num_microbatches=2)
 
 # ---- sampling -------------------------------------------------------------------------------------------------------
 
@@ -75,7 +79,7 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
 
 def test_replicas_share_an_epoch_and_ranks_of_a_replica_see_equal_rows() -> None:
     by_replica: dict[int, list[list[int]]] = {}
-    for replica, seen in run_ranks(_rows_seen, 4, Layout(tp=2, dp=2)):
+    for replica, seen in run_ranks(_rows_seen, 4, TP2_DP2):
         assert by_replica.setdefault(replica, seen) == seen
     epochs = [first + second for first, second in zip(by_replica[0], by_replica[1], strict=True)]
     # Lightning shuffles training data for every distributed strategy, even if the loader does not.
@@ -87,7 +91,7 @@ def test_replicas_share_an_epoch_and_ranks_of_a_replica_see_equal_rows() -> None
 def test_custom_distributed_sampler_is_kept() -> None:
     even = (0, [list(range(0, 24, 2))] * 2)
     odd = (1, [list(range(1, 24, 2))] * 2)
-    assert run_ranks(_rows_seen, 4, Layout(tp=2, dp=2), True) == [even, even, odd, odd]
+    assert run_ranks(_rows_seen, 4, TP2_DP2, True) == [even, even, odd, odd]
 
 
 # ---- training equals one process on every layout --------------------------------------------------------------------
@@ -133,7 +137,7 @@ def _on_a_ragged_last_batch(case: Case) -> Outcome:
     ("train", "case"),
     [
         # Only the batches of a replica's first rank are used.
-        (_on_a_stream, Case(layout=FOUR_RANKS, steps=4)),
+        (_on_a_stream, Case(layout=TP2_PP2, steps=4)),
         (_on_a_ragged_last_batch, Case(layout=Layout(dp=2, num_microbatches=3), steps=3)),
         (_on_a_ragged_last_batch, Case(layout=Layout(pp=2, num_microbatches=4), steps=3)),
     ],
@@ -158,7 +162,7 @@ def _train_without_targets(case: Case) -> Outcome:
 
 
 def test_step_without_targets_warns_and_keeps_weights() -> None:
-    layout = Layout(pp=2, dp=2, num_microbatches=2)
+    layout = PP2_DP2
     case = Case(
         layout=layout,
         steps=1,
@@ -215,12 +219,8 @@ _RAGGED = _rows(11, "uneven")
     ("layout", "batch_size", "rows"),
     [
         (Layout(num_microbatches=3), 3, (_RAGGED, _RAGGED)),
-        (
-            Layout(pp=2, dp=2, num_microbatches=2),
-            4,
-            (_RAGGED, _RAGGED),
-        ),
-        (Layout(tp=2), 4, _masked()),
+        (PP2_DP2, 4, (_RAGGED, _RAGGED)),
+        (TP2, 4, _masked()),
     ],
     ids=["ragged", "ragged on 4 ranks", "masked"],
 )
@@ -243,10 +243,7 @@ def _validate_on_two(case: Case) -> dict[str, float]:
 
 
 def test_each_validation_loader_has_its_own_metrics() -> None:
-    case = Case(
-        layout=Layout(pp=2, num_microbatches=2),
-        steps=1,
-    )
+    case = Case(layout=PP2, steps=1)
     expected = common_result(_validate_on_two, case.on_one_process)
     assert len(expected) == 4
     for index in (0, 1):
@@ -301,7 +298,7 @@ def _messages(case: Case) -> list[str]:
 
 
 def test_invalid_batches_are_refused_on_every_rank() -> None:
-    ranks = run_ranks(_messages, FOUR_RANKS.world_size, Case(layout=FOUR_RANKS))
+    ranks = run_ranks(_messages, TP2_PP2.world_size, Case(layout=TP2_PP2))
     *refused, of_user = zip(*ranks, strict=True)
     for (_, _, words), messages in zip(REFUSED, refused, strict=True):
         assert len(set(messages)) == 1

@@ -15,21 +15,12 @@ from tests.checkpoint.runs import callback, read_tensors
 from tests.cli.command import run_all
 from tests.convert.directories import tiny_llama
 from tests.parity.sharding import full_tensors, shards
-from tests.parity.training import Case, Layout, loader_of, refusal, trainer_of
+from tests.parity.training import FOUR_RANKS, Case, loader_of, refusal, trainer_of
 from tests.ranks import run_ranks
 
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 TOKENS = torch.arange(24).reshape(2, 12) % 80
-SPLIT = Case(
-    model="llama",
-    layout=Layout(
-        tp=2,
-        pp=2,
-        sequence_parallel=True,
-        num_microbatches=2,
-    ),
-    steps=4,
-)
+SPLIT = Case(model="llama", layout=FOUR_RANKS, steps=4)
 
 
 def _module(folder: Path, **changes: Any) -> Any:

@@ -16,8 +16,11 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
 from tests.parity.training import (
+    PP2,
+    PP2_DP2,
+    TP2_DP2,
+    TP2_PP2,
     Case,
-    Layout,
     Sentences,
     common_result,
     loader_of,
@@ -77,7 +80,7 @@ def _validate_twice(case: Case, inference: bool) -> list[dict[str, float]]:
 
 def test_metrics_are_equal_on_every_layout_rank_and_epoch() -> None:
     reference = common_result(_validate_twice, Case(), True)
-    case = Case(layout=Layout(pp=2, dp=2, num_microbatches=2))
+    case = Case(layout=PP2_DP2)
     sharded = common_result(_validate_twice, case, False)
     expected, again, tested = reference
     assert expected["val_rows"] == tested["test_rows"] == ROWS
@@ -120,7 +123,7 @@ def _gather_in_validation(case: Case) -> dict[str, Any]:
 
 def test_rows_and_losses_are_gathered_across_replicas() -> None:
     rows = Sentences(8).tokens
-    for gathered in run_ranks(_gather_in_validation, 4, Case(layout=Layout(tp=2, dp=2))):
+    for gathered in run_ranks(_gather_in_validation, 4, Case(layout=TP2_DP2)):
         # Evaluation assigns rows round-robin: data-parallel rank 0 has rows 0, 2, 4, 6.
         torch.testing.assert_close(gathered["tokens"], rows[[0, 1, 3]])
         ranks, [twice] = gathered["pair"]
@@ -150,7 +153,7 @@ def _callback_metrics(case: Case) -> list[dict[str, float]]:
 
 def test_callback_metrics_equal_one_process() -> None:
     case = Case(
-        layout=Layout(pp=2, num_microbatches=2),
+        layout=PP2,
         labels="uneven",
         steps=STEPS,
         clip=1.0,
@@ -208,7 +211,7 @@ def _fit_with_callbacks_and_loggers(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def test_lightning_callbacks_and_loggers_work_with_pipelines(tmp_path: Path) -> None:
-    case = Case(layout=Layout(tp=2, pp=2, num_microbatches=2), steps=STEPS)
+    case = Case(layout=TP2_PP2, steps=STEPS)
     first, *others = run_ranks(_fit_with_callbacks_and_loggers, 4, case, tmp_path)
     # Patience: two epochs after the first.
     assert others == [{"printed": "", "summary": "", "stopped": 2}] * 3

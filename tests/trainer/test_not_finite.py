@@ -17,6 +17,7 @@ from tests.marks import exhaustive, on_gpus
 from tests.parity.comparison import all_equal
 from tests.parity.sharding import shards
 from tests.parity.training import (
+    DP2,
     Case,
     Layout,
     Sentences,
@@ -242,7 +243,7 @@ def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, li
 
 @pytest.mark.parametrize("late", [exhaustive(False), True])
 def test_checkpoints_are_exact_and_count_skipped_steps(tmp_path: Path, late: bool) -> None:
-    case = Case(layout=Layout(dp=2))
+    case = Case(layout=DP2)
     for first, again, saved in run_ranks(_fail_and_resume, 2, case, tmp_path, late):
         assert saved == ["failed.ckpt", "step=1.ckpt", "step=2.ckpt"]
         assert first.skipped_steps == again.skipped_steps == 1.0

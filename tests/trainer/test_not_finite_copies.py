@@ -13,7 +13,17 @@ import torch
 from tests.checkpoint.runs import callback, checkpoints_at
 from tests.marks import exhaustive
 from tests.parity.comparison import all_equal
-from tests.parity.training import Case, Layout, loader_of, module_of, refusal, trainer_of
+from tests.parity.training import (
+    DP2,
+    TP2,
+    TP2_DP2,
+    Case,
+    Layout,
+    loader_of,
+    module_of,
+    refusal,
+    trainer_of,
+)
 from tests.ranks import run_ranks
 
 WEIGHTS = (
@@ -115,7 +125,7 @@ def _train_with_bad_gradients(case: Case, planted: list[Planted]) -> list[Step]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        (Layout(tp=2, dp=2), "32-true"),
+        (TP2_DP2, "32-true"),
         (Layout(tp=2, dp=2, distributed_optimizer=False), "bf16-mixed"),
         exhaustive(Layout(tp=2, pp=2), "32-true"),
         (Layout(pp=2, dp=2, distributed_optimizer=False), "32-true"),
@@ -216,7 +226,7 @@ def _skip_to_the_end(case: Case, folder: Path) -> tuple[str, str, list[int]]:
 
 
 def test_skipping_ends_after_steps_in_a_row(tmp_path: Path) -> None:
-    case = Case(layout=Layout(dp=2), steps=12)
+    case = Case(layout=DP2, steps=12)
     for message, resumed, in_a_row in run_ranks(_skip_to_the_end, 2, case, tmp_path):
         assert in_a_row == [0, 0, 1, 0, 1, 2]
         assert message == resumed
@@ -247,7 +257,7 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     """Messages of runs that begin with weights that are not finite."""
     from lightning_megatron import MegatronModule, MegatronStrategy
 
-    case = Case(layout=Layout(tp=2), steps=2)
+    case = Case(layout=TP2, steps=2)
     messages = []
 
     def run(

@@ -10,6 +10,8 @@ import torch
 from tests.parity.comparison import assert_same_tensors
 from tests.parity.sharding import shards
 from tests.parity.training import (
+    PP2,
+    TP2_DP2,
     Case,
     Layout,
     Outcome,
@@ -25,8 +27,6 @@ from tests.parity.training import (
 )
 from tests.ranks import run_ranks
 
-TWO_STAGES = Layout(pp=2, num_microbatches=2)
-TP2_DP2 = Layout(tp=2, dp=2)
 LR = 5e-3
 WEIGHT_DECAY = 0.3
 
@@ -175,7 +175,7 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    case = Case(layout=TWO_STAGES, steps=4, lr=LR)
+    case = Case(layout=PP2, steps=4, lr=LR)
     rates, _ = common_result(_rates, case, "one_cycle", 1)
     assert rates == pytest.approx(expected)
     rates, _ = common_result(_rates, replace(case, steps=1), "plateau", 4)
@@ -186,7 +186,7 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
 def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
     expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
-    case = Case(layout=TWO_STAGES, steps=6 // epochs, lr=LR)
+    case = Case(layout=PP2, steps=6 // epochs, lr=LR)
     used, logged = common_result(_rates, case, "linear", epochs)
     assert used == pytest.approx(expected)
     assert logged == pytest.approx(expected[-1])  # of the step that it stands beside
@@ -194,7 +194,7 @@ def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
 
 def test_first_logged_learning_rate_is_that_of_the_first_step() -> None:
     # One cycle begins at a 25th of its highest rate, and the second value is far above it.
-    case = Case(layout=TWO_STAGES, steps=1, lr=LR)
+    case = Case(layout=PP2, steps=1, lr=LR)
     used, logged = common_result(_rates, case, "one_cycle", 1)
     assert [logged] == pytest.approx(used)
 
@@ -217,6 +217,6 @@ def _find_rate(case: Case, folder: Path) -> tuple[list[float], float]:
 
 
 def test_learning_rate_finders_suggestion_is_used(tmp_path: Path) -> None:
-    rates, suggestion = common_result(_find_rate, Case(layout=TWO_STAGES, lr=LR), tmp_path)
+    rates, suggestion = common_result(_find_rate, Case(layout=PP2, lr=LR), tmp_path)
     assert rates == pytest.approx([suggestion] * 3)
     assert suggestion != LR

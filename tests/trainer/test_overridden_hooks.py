@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.parity.comparison import all_equal
 from tests.parity.training import (
+    DP2,
+    TP2,
     Case,
     Layout,
     common_result,
@@ -23,8 +25,7 @@ from tests.parity.training import (
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 
-TWO_REPLICAS = Layout(dp=2)
-LAYOUTS = (Layout(tp=2), Layout(pp=2), TWO_REPLICAS)
+LAYOUTS = (TP2, Layout(pp=2), DP2)
 CASE = Case(steps=3)
 
 REFUSED = {
@@ -158,7 +159,7 @@ def _all_losses(case: Case) -> list[list[float]]:
 
 
 def test_the_engines_loss_may_be_returned_in_any_form() -> None:
-    plain, *others = common_result(_all_losses, Case(layout=TWO_REPLICAS, steps=2))
+    plain, *others = common_result(_all_losses, Case(layout=DP2, steps=2))
     assert len(plain) == 2
     assert others == [plain] * len(others)
 
@@ -187,7 +188,7 @@ def _steps_without_one_pass(case: Case) -> list[str]:
 
 
 def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
-    case = Case(layout=Layout(tp=2), steps=2)
+    case = Case(layout=TP2, steps=2)
     own, twice, without = common_result(_steps_without_one_pass, case)
     assert "OwnCrossEntropy.training_step: expected one call of super().training_step" in own
     assert "got 0; call it once" in own
@@ -284,7 +285,7 @@ def test_hooks_are_called_as_lightning_calls_them() -> None:
     assert names == set(expected)
     # Lightning calls prepare_data on one rank of each node.
     on_other_ranks = [name for name in expected if name != "prepare_data"]
-    sharded = replace(CASE, layout=Layout(tp=2))
+    sharded = replace(CASE, layout=TP2)
     assert run_ranks(_calls, 1, CASE, names) == [expected]
     assert run_ranks(_calls, 2, sharded, names) == [expected, on_other_ranks]
 
@@ -325,9 +326,7 @@ def _logged_without_super(case: Case) -> list[dict[str, Any]]:
 
 
 def test_overridden_hooks_without_super_lose_no_logged_value() -> None:
-    plain, replaced, no_callbacks = common_result(
-        _logged_without_super, Case(layout=TWO_REPLICAS, steps=2)
-    )
+    plain, replaced, no_callbacks = common_result(_logged_without_super, Case(layout=DP2, steps=2))
     assert {"lr", "grad_norm", "val_perplexity", "test_perplexity", "train_loss"} <= set(plain)
     assert list(replaced) == list(plain)
     assert replaced == plain
@@ -380,7 +379,7 @@ def _other_refusals(case: Case) -> dict[str, str]:
 
 
 def test_other_optimizers_weights_and_an_uncalled_forward_are_refused() -> None:
-    messages = common_result(_other_refusals, Case(layout=Layout(tp=2), steps=1))
+    messages = common_result(_other_refusals, Case(layout=TP2, steps=1))
     assert "forward would not be called" in messages["OwnForward"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["OwnOptimizer"]
     assert "configure_optimizers: expected Megatron's optimizer" in messages["NoOptimizer"]

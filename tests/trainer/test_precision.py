@@ -9,7 +9,7 @@ from tests.checkpoint.runs import Run, callback, fit
 from tests.marks import on_gpus
 from tests.parity.comparison import all_equal
 from tests.parity.sharding import shards
-from tests.parity.training import Case, Layout, loader_of, module_of, trainer_of
+from tests.parity.training import TP2_PP2, Case, loader_of, module_of, trainer_of
 from tests.ranks import run_ranks
 
 WEIGHTS = {
@@ -99,7 +99,7 @@ def _steps_in_fp16(accelerator: Literal["cpu", "gpu"]) -> list[dict[str, Any]]:
         ("eps", 1e-3),
     )
     case = Case(
-        layout=Layout(tp=2, pp=2, num_microbatches=2),
+        layout=TP2_PP2,
         steps=14,
         labels="uneven",
         optimizer=optimizer,

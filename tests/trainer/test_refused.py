@@ -194,18 +194,12 @@ CALLBACKS: tuple[tuple[Any, str], ...] = (
         callbacks.StochasticWeightAveraging(1e-2),
         "StochasticWeightAveraging copies the module.*remove it",
     ),
-    (
-        callbacks.EMAWeightAveraging(),
-        "EMAWeightAveraging copies the module.*remove it",
-    ),
+    (callbacks.EMAWeightAveraging(), "EMAWeightAveraging copies the module.*remove it"),
     (
         callbacks.ModelPruning("l1_unstructured", amount=0.5),
         "ModelPruning masks whole weights.*remove it",
     ),
-    (
-        Unfreezing(),
-        "Unfreezing adds parameters to the optimizer.*requires_grad_",
-    ),
+    (Unfreezing(), "Unfreezing adds parameters to the optimizer.*requires_grad_"),
     (
         SpikeGuard(),
         r"SpikeGuard has no checkpoint to roll back to; add ModelCheckpoint\(every_n_train_steps=",

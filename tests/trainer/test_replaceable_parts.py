@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from examples.custom_train_step import KeyTokenTrainStep
-from tests.parity.training import Case, Layout, common_result, loader_of, module_of, train_module
+from tests.parity.training import (
+    PP2_DP2,
+    Case,
+    common_result,
+    loader_of,
+    module_of,
+    train_module,
+)
 from tests.ranks import RankError
 
 CASE = Case(
-    layout=Layout(pp=2, dp=2, num_microbatches=2),
+    layout=PP2_DP2,
     steps=2,
     global_batch_size=8,
     labels="uneven",

@@ -11,7 +11,7 @@ import torch
 
 from tests.families.parity import pretrained_module, tiny_model
 from tests.marks import exhaustive
-from tests.parity.training import Case, Layout, refusal, trainer_of
+from tests.parity.training import FOUR_RANKS, Case, Layout, refusal, trainer_of
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
 from tests.tokenizers import make_tokenizer
@@ -32,7 +32,7 @@ TEXTS = [
 """Their number is no multiple of replicas or batch sizes; the longest is truncated at its start."""
 LAYOUTS = (
     Layout(),
-    Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2),
+    FOUR_RANKS,
     Layout(dp=3, num_microbatches=2),
     exhaustive(Layout(cp=2, pp=2)),
 )

@@ -18,8 +18,8 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.storage.hub import local_folder
 from tests.convert.directories import save_as, tiny_gpt2
 from tests.parity.training import (
+    TP2,
     Case,
-    Layout,
     common_result,
     loader_of,
     module_of,
@@ -217,7 +217,7 @@ def _train_and_push(case: Case, log: str, fails: bool) -> str:
 def test_push_by_rank_0_and_its_failure_on_all_ranks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    case = Case(layout=Layout(tp=2), steps=1)
+    case = Case(layout=TP2, steps=1)
     assert common_result(_train_and_push, case, str(tmp_path), False) == "https://hub/commit/1"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "uploaded")
     assert model.config.n_layer == 4

@@ -567,18 +567,12 @@ WRITTEN: dict[str, tuple[Any, Any, Layout]] = {
     "gpt2 at tp2 pp2": (
         tiny_gpt2,
         gpt2,
-        Layout(
-            stages=even(2, 2),
-            tp=2,
-        ),
+        Layout(stages=even(2, 2), tp=2),
     ),
     "bert at tp2 pp2": (
         _bert,
         bert,
-        Layout(
-            stages=even(4, 2),
-            tp=2,
-        ),
+        Layout(stages=even(4, 2), tp=2),
     ),
     "llama at tp2 pp2 vpp2": (
         tiny_llama,

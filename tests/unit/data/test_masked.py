@@ -54,10 +54,7 @@ def _open(
 MUCH_MASKED: dict[str, Any] = {"probability": 0.6, "short_sequence_probability": 0.5}
 ENGINE_CASES: dict[str, tuple[MaskedObjective, int]] = {
     "bert": (
-        _bert(
-            seq_length=128,
-            masking=MaskingOptions(max_ngram=3),
-        ),
+        _bert(seq_length=128, masking=MaskingOptions(max_ngram=3)),
         1234,
     ),
     "bert, one segment": (

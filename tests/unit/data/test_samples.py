@@ -430,12 +430,7 @@ def test_no_damage_of_a_cached_index_changes_a_batch(
         size = (cache / name).stat().st_size
         offsets = random.integers(0, size, FLIPS_PER_FILE).tolist()
         flips: list[Callable[[Path], Any]] = [
-            partial(
-                _flip,
-                offset=offset,
-                bit=offset % 8,
-            )
-            for offset in offsets
+            partial(_flip, offset=offset, bit=offset % 8) for offset in offsets
         ]
         for damage in (*flips, *REPLACEMENTS):
             caplog.clear()
@@ -484,13 +479,7 @@ def test_header_damaged_while_a_run_goes_on_is_an_error(tmp_path: Path) -> None:
     """A worker that starts later loads arrays that its run has verified."""
     write_corpus(tmp_path / "a", 30, seed=1)
     cache = tmp_path / "cache"
-    samples = pickle.dumps(
-        open_samples(
-            GPT,
-            _parts(tmp_path),
-            str(cache),
-        )
-    )
+    samples = pickle.dumps(open_samples(GPT, _parts(tmp_path), str(cache)))
     (file,) = cache.glob("*/shuffle_index.npy")
     content = file.read_bytes()
     for header in (b"{" * 118, b"\xff" * 118, content[10:128].replace(b"(", b" "), b"[" * 118):

@@ -52,11 +52,7 @@ def _values(
     [
         (
             LRSchedule(),
-            {
-                0: 8.0,
-                100: 8.0,
-                10**6: 8.0,
-            },
+            {0: 8.0, 100: 8.0, 10**6: 8.0},
         ),
         (
             LRSchedule(warmup_steps=4, init_lr=4.0),
@@ -80,11 +76,7 @@ def _values(
         ),
         (
             LRSchedule(style="cosine", warmup_fraction=0.2),
-            {
-                10: 4.0,
-                20: 8.0,
-                60: 4.0,
-            },
+            {10: 4.0, 20: 8.0, 60: 4.0},
         ),
         (
             LRSchedule(style="inverse-square-root", warmup_steps=4),

@@ -151,11 +151,7 @@ def _dense_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor
 @pytest.mark.parametrize("padded", [VOCAB, 16])
 @pytest.mark.parametrize(
     "dtype",
-    [
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ],
+    [torch.float32, torch.float16, torch.bfloat16],
 )
 def test_token_losses_equal_a_dense_softmax(
     padded: int, dtype: torch.dtype, device: str, world: Any
