@@ -18,21 +18,23 @@ Mutation = Callable[[random.Random, Path, Path], str]
 
 _NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 _VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1e300,
-        float("nan"),
-        2**31,
-        2**62,
-        "",
-        "\x1b[31m",
-        "../../etc/passwd",
-        "x" * 100_000,
-    ),
-    *([], {}, [[]], {"a": 1}, [2**31] * 3),
+    None,
+    True,
+    -1,
+    0,
+    1e300,
+    float("nan"),
+    2**31,
+    2**62,
+    "",
+    "\x1b[31m",
+    "../../etc/passwd",
+    "x" * 100_000,
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [2**31] * 3,
 )
 _LARGEST_CHANGED = 1 << 22
 
@@ -179,13 +181,13 @@ def _malicious_yaml(rng: random.Random, file: Path, marker: Path) -> str:
     system = f"class_path: os.system\n  init_args: {{command: mkdir {marker}}}"
     harm = rng.choice(
         [
-            *(
-                f"x: {mkdir}\n{text}",
-                f"{bomb}{text}",
-                f"&a [*a]\n{text}",
-                f"trainer: *nowhere\n{text}",
-            ),
-            *(f"{text}\n? {text}", "\0" + text, text.replace("lr: 0.001", "lr: " + "9" * 5000)),
+            f"x: {mkdir}\n{text}",
+            f"{bomb}{text}",
+            f"&a [*a]\n{text}",
+            f"trainer: *nowhere\n{text}",
+            f"{text}\n? {text}",
+            f"\0{text}",
+            text.replace("lr: 0.001", "lr: " + "9" * 5000),
             text.replace("max_steps: 1", f"max_steps: {mkdir}"),
             text.replace("max_steps: 1", f"max_steps: !!python/name:os.system {marker}"),
             text.replace("MegatronModule", "os.mkdir"),

@@ -26,6 +26,7 @@ from tests.checkpoint.runs import (
     read_tensors,
     save,
 )
+from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
@@ -154,10 +155,7 @@ def _known_name(path: Path, known: dict[str, dict[str, Any]]) -> str:
 @pytest.mark.parametrize(
     ("kind", "victim", "share"),
     # Every second one only in exhaustive runs.
-    [
-        pytest.param(*moment, marks=[pytest.mark.exhaustive] * (index % 2))
-        for index, moment in enumerate(MOMENTS)
-    ],
+    [exhaustive(*moment) if index % 2 else moment for index, moment in enumerate(MOMENTS)],
 )
 def test_a_complete_checkpoint_survives_sigkill(
     tmp_path: Path,

@@ -14,6 +14,7 @@ from lightning_megatron.cli.generate import TextWriter, _default_precision, _lac
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from tests.cli.command import run_cli
+from tests.marks import on_gpus
 
 PROMPTS = ("w1 w5", "w90 w7 w11 w3 w2")
 
@@ -56,22 +57,16 @@ def test_completions_of_every_checkpoint_format_equal_hugging_face(
         for word in (f"--{key.replace('_', '-')}", str(value).lower())
     ]
     out = _generate(
-        *(
-            "--checkpoint",
-            checkpoints / name,
-            "--tokenizer",
-            checkpoints / "hf",
-            "--accelerator",
-            "cpu",
-            *options,
-        ),
-        *("--max-new-tokens", 6, "--tp", tp, "--pp", pp, "--prompt", *PROMPTS),
+        *f"--checkpoint {checkpoints}/{name} --tokenizer {checkpoints}/hf --accelerator cpu".split(),
+        *options,
+        *f"--max-new-tokens 6 --tp {tp} --pp {pp} --prompt".split(),
+        *PROMPTS,
         ranks=tp * pp,
     )
     assert out == _hf_completions(checkpoints / "hf", max_new_tokens=6, **search)
 
 
-@pytest.mark.parametrize("tp", [pytest.param(tp, marks=pytest.mark.gpu(tp)) for tp in (1, 2)])
+@pytest.mark.parametrize("tp", [on_gpus(tp, tp) for tp in (1, 2)])
 def test_completions_on_gpus_equal_hugging_face(checkpoints: Path, tp: int) -> None:
     common = (
         "--checkpoint",

@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,28 +151,20 @@ def test_names_in_arguments_of_a_checkpoint_are_not_opened(
     from lightning_megatron import MegatronModule
 
     config = json.loads((checkpoints / "hf/config.json").read_text())
+    forge = partial(_forged, checkpoints / "run.ckpt", tmp_path / "a.ckpt")
     for name, reason in _names(server).items():
         cells: list[tuple[dict[str, Any], dict[str, Any]]] = [
             ({}, {"model": name}),
             ({"part": "adapters", "base": name}, {"model": config}),
         ]
         for changes, arguments in cells:
-            path = _forged(
-                checkpoints / "run.ckpt",
-                tmp_path / "a.ckpt",
-                changes,
-                {"hyper_parameters": arguments},
-            )
+            path = forge(changes, {"hyper_parameters": arguments})
             assert reason in refusal(MegatronModule.load_from_checkpoint, path)
         arguments = {"model": config, "generation": {"tokenizer": name}}
-        path = _forged(
-            checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments}
-        )
+        path = forge({}, {"hyper_parameters": arguments})
         MegatronModule.load_from_checkpoint(path)
         arguments["generation"] = {"tokenizer": name, "stop_strings": "x"}
-        path = _forged(
-            checkpoints / "run.ckpt", tmp_path / "a.ckpt", {}, {"hyper_parameters": arguments}
-        )
+        path = forge({}, {"hyper_parameters": arguments})
         if reason != _NO_SUCH_PATH:
             assert reason in refusal(MegatronModule.load_from_checkpoint, path)
     assert server.requests == []
@@ -352,18 +345,6 @@ def test_ckpt_path_imports_nothing_and_changes_no_setting(corpus: Path, tmp_path
 # ---- forged with the right checksums ---------------------------------------------------------------------------------
 
 
-def _without(content: dict[str, Any], *names: str) -> None:
-    for name in names[:-1]:
-        content = content[name]
-    del content[names[-1]]
-
-
-def _with(content: dict[str, Any], value: Any, *names: str) -> None:
-    for name in names[:-1]:
-        content = content[name]
-    content[names[-1]] = value
-
-
 _PLACES: list[tuple[str, ...]] = [
     ("layout",),
     ("layout", "tp"),
@@ -400,9 +381,10 @@ _VALUES: tuple[Any, ...] = (7.5, "text", [1], {"a": "b"}, None)
 
 def _resume_all(folder: str) -> list[tuple[str, str]]:
     """Resume from forged copies of a checkpoint; returns what was neither refused in one line nor harmless."""
-    import contextlib
     import copy
+    import functools
     import io
+    import operator
 
     from tests.checkpoint.runs import Run, checkpoints_at, fit
 
@@ -420,13 +402,12 @@ def _resume_all(folder: str) -> list[tuple[str, str]]:
         changes: list[tuple[str, Any]] = [("without", None), ("with", value_of_another_type)]
         for kind, value in changes:
             meta = copy.deepcopy(good)
+            section = functools.reduce(operator.getitem, path[:-1], meta)
             if kind == "without":
-                _without(meta, *path)
+                del section[path[-1]]
             else:
-                _with(meta, value, *path)
-            target = Path(folder, "forged.ckpt")
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(f"{folder}/good.ckpt", target)
+                section[path[-1]] = value
+            target = _forged(Path(folder, "good.ckpt"), Path(folder, "forged.ckpt"), {}, {})
             torch.save(meta, target / "meta.pt")
             update_checksums(target)
             try:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert.convert import convert
 from tests.families.t5_models import mt5, t5, t5_1_1
 from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
@@ -22,6 +24,13 @@ FORMATS: tuple[Format, ...] = (
     "sharded_bin",
     "old_bin",
 )
+
+
+def converted(source: Path, target: Path, *others: Path, **options: Any) -> Path:
+    """Convert ``source``, or the mean of it and of ``others``, by default to Hugging Face; returns ``target``."""
+    fields = {"load_path": source, "save_path": target, "to": "hf", **options}
+    convert(ConvertOptions(**fields), others)
+    return target
 
 
 def tiny_llama(**fields: Any) -> Any:

@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lightning_megatron.convert import ConvertOptions
-from lightning_megatron.convert.convert import convert
 from lightning_megatron.errors import CheckpointError
-from tests.convert.directories import save_as, tensors_in, tiny
+from tests.convert.directories import converted, save_as, tensors_in, tiny
 from tests.convert.test_distributed_foreign import stacked, write_distributed
 from tests.ranks import run_ranks
 
@@ -25,21 +23,15 @@ _SCALES = (1.0, -0.3, 2.5)
 """Standard deviations of the checkpoints, all different, so that no single one is near the mean."""
 
 
-def _convert(source: Path, target: Path, **options: Any) -> Path:
-    convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "hf", **options}))
-    return target
-
-
 def _average(
     sources: Sequence[Path],
     target: Path,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Average ``sources``; the result as a Hugging Face directory."""
-    options = {"load_path": sources[0], "save_path": target, "to": "hf", **options}
-    convert(ConvertOptions(**options), sources[1:])
-    if options["to"] != "hf":
-        target = _convert(target, target.with_name(f"{target.name} as hf"))
+    converted(sources[0], target, *sources[1:], **options)
+    if options.get("to", "hf") != "hf":
+        target = converted(target, target.with_name(f"{target.name} as hf"))
     return tensors_in(target)
 
 
@@ -87,11 +79,11 @@ def _assert_mean(
 
 
 def _as_ckpt(source: Path, target: Path) -> Path:
-    return _convert(source, target, to="megatron", tp=2)
+    return converted(source, target, to="megatron", tp=2)
 
 
 def _as_legacy(source: Path, target: Path) -> Path:
-    return _convert(source, target, to="megatron-legacy", tp=2, pp=2)
+    return converted(source, target, to="megatron-legacy", tp=2, pp=2)
 
 
 def _as_hugging_face(source: Path, target: Path) -> Path:
@@ -201,20 +193,12 @@ def test_families_with_tied_and_repeated_weights(tmp_path: Path, family: str) ->
     )
 
 
-def _average_on_ranks(sources: list[str], target: str) -> None:
+def _average_on_ranks(sources: list[Path], target: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    options = ConvertOptions(
-        load_path=Path(sources[0]),
-        save_path=Path(target),
-        to="hf",
-        tp=2,
-        pp=2,
-        vpp=2,
-    )
     try:
-        convert(options, [Path(source) for source in sources[1:]])
+        converted(sources[0], target, *sources[1:], tp=2, pp=2, vpp=2)
     finally:
         dist.destroy_process_group()
 
@@ -224,8 +208,8 @@ def test_processes_of_torchrun_average_their_shards(tmp_path: Path) -> None:
     run_ranks(
         _average_on_ranks,
         4,
-        [str(path) for path in models],
-        str(tmp_path / "mean"),
+        models,
+        tmp_path / "mean",
     )
     _assert_mean(
         tensors_in(tmp_path / "mean"),
@@ -270,10 +254,7 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
     matrices = [load_file(path / "adapter_model.safetensors") for path in adapters]
     arrays = [{name: tensor.double().numpy() for name, tensor in each.items()} for each in matrices]
 
-    convert(
-        ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"),
-        adapters[1:],
-    )
+    converted(adapters[0], tmp_path / "mean", *adapters[1:], to="peft")
     _assert_mean(load_file(tmp_path / "mean" / "adapter_model.safetensors"), arrays, torch.float32)
 
     expected = _arrays(base)
@@ -303,8 +284,5 @@ def test_adapters_of_different_bases_are_not_averaged_into_one_adapter(tmp_path:
         CheckpointError,
         match=r"adapter 1: expected the base .*model 0 .*, got .*model 1; use to=hf",
     ):
-        convert(
-            ConvertOptions(load_path=adapters[0], save_path=tmp_path / "mean", to="peft"),
-            adapters[1:],
-        )
+        converted(adapters[0], tmp_path / "mean", *adapters[1:], to="peft")
     assert not (tmp_path / "mean").exists()

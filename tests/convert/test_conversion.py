@@ -1,7 +1,6 @@
 """A converted model is the same model, bit for bit, in every family and format."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_megatron.convert import ConvertOptions
-from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -19,6 +16,7 @@ from tests.checkpoint.runs import LLAMA, Run, fit, read_tensors, train
 from tests.convert.directories import (
     FORMATS,
     MODELS,
+    converted,
     save_as,
     tensors_in,
     tiny,
@@ -29,15 +27,10 @@ from tests.convert.directories import (
 from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
+from tests.marks import exhaustive
 from tests.parity.comparison import assert_same
-from tests.parity.sharding import Tensors
 from tests.ranks import run_ranks
 from tests.tokenizers import save_word_tokenizer
-
-
-def _convert(source: Path, target: Path, **options: Any) -> Path:
-    convert(ConvertOptions(**{"load_path": source, "save_path": target, "to": "hf", **options}))
-    return target
 
 
 def _outputs(model: Any) -> Tensor:
@@ -62,13 +55,7 @@ _IN_EVERY_RUN = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive,
-        )
-        for name in MODELS
-    ],
+    [name if name in _IN_EVERY_RUN else exhaustive(name) for name in MODELS],
 )
 def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> None:
     model = tiny(name)
@@ -88,7 +75,7 @@ def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> 
     ]
     source = tmp_path / "hf"
     for number, step in enumerate(steps):
-        source = _convert(source, tmp_path / str(number), **step)
+        source = converted(source, tmp_path / str(number), **step)
     assert len(list(source.glob("*.safetensors"))) > 1
     assert_same(tensors_in(source), expected)
     assert json.loads((source / "config.json").read_text()) == json.loads(
@@ -110,15 +97,15 @@ def test_experts_round_trip_and_legacy_format_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     mixture(family, **fields).save_pretrained(tmp_path / "hf")
-    _convert(tmp_path / "hf", tmp_path / "ckpt", to="megatron")
+    converted(tmp_path / "hf", tmp_path / "ckpt", to="megatron")
     assert_same(
-        tensors_in(_convert(tmp_path / "ckpt", tmp_path / "back")), tensors_in(tmp_path / "hf")
+        tensors_in(converted(tmp_path / "ckpt", tmp_path / "back")), tensors_in(tmp_path / "hf")
     )
     with pytest.raises(
         ConfigError,
         match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf",
     ):
-        _convert(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
+        converted(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
@@ -139,7 +126,7 @@ def test_each_tensor_keeps_its_dtype_unless_dtype_is_set(tmp_path: Path) -> None
     }
     save_file(mixed, tmp_path / "source" / "model.safetensors")
     for dtype, expected_dtype in ((None, "bfloat16"), ("float16", "float16")):
-        target = _convert(tmp_path / "source", tmp_path / f"to {dtype}", dtype=dtype)
+        target = converted(tmp_path / "source", tmp_path / f"to {dtype}", dtype=dtype)
         assert_same(tensors_in(target), {n: t.half() for n, t in mixed.items()} if dtype else mixed)
         assert json.loads((target / "config.json").read_text())["dtype"] == expected_dtype
 
@@ -152,7 +139,7 @@ def test_values_that_overflow_float16_are_refused(tmp_path: Path) -> None:
         CheckpointError,
         match=r"decoder\.layers\.2\.mlp\.linear_fc1\.weight: expected values up to 6\.55e\+04 \(float16\), got 7e\+04",
     ):
-        _convert(tmp_path / "source", tmp_path / "target", dtype="fp16")
+        converted(tmp_path / "source", tmp_path / "target", dtype="fp16")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -162,7 +149,7 @@ def test_values_that_overflow_float16_are_refused(tmp_path: Path) -> None:
 def test_headless_model_stays_headless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_bert("PreTraining")
     model.bert.save_pretrained(tmp_path / "source")
-    _convert(tmp_path / "source", tmp_path / "target")
+    converted(tmp_path / "source", tmp_path / "target")
     expected = {f"bert.{name}": tensor for name, tensor in model.bert.state_dict().items()}
     assert_same(tensors_in(tmp_path / "target"), expected)
     assert "left out: cls.predictions.transform.dense.weight" in caplog.text
@@ -173,7 +160,7 @@ def test_headless_model_stays_headless(tmp_path: Path, caplog: pytest.LogCapture
         with pytest.raises(
             CheckpointError, match=r"lacks tensors of its head \(cls\.predictions.*to=hf"
         ):
-            _convert(tmp_path / "source", tmp_path / to, to=to)
+            converted(tmp_path / "source", tmp_path / to, to=to)
 
 
 # ---- tokenizer and configs ------------------------------------------------------------------------------------------
@@ -192,7 +179,7 @@ def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
     (source / "config.json").write_text(
         json.dumps({**fields, "auto_map": {"AutoModel": "modeling.Model"}})
     )
-    _convert(source, target)
+    converted(source, target)
     assert json.loads((target / "config.json").read_text()) == fields
     names = {path.name for path in target.iterdir()} - {"config.json", "model.safetensors"}
     assert names == {
@@ -206,12 +193,12 @@ def test_tokenizer_and_generation_config_are_copied(tmp_path: Path) -> None:
 
     save_word_tokenizer(tmp_path / "small", 40)
     save_word_tokenizer(tmp_path / "large", 84)
-    _convert(source, tmp_path / "other", tokenizer=tmp_path / "small")
+    converted(source, tmp_path / "other", tokenizer=tmp_path / "small")
     assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (
         tmp_path / "small/tokenizer.json"
     ).read_bytes()
     with pytest.raises(ValueError, match="ids up to 83, the model's vocab_size is 83"):
-        _convert(source, tmp_path / "another", tokenizer=tmp_path / "large")
+        converted(source, tmp_path / "another", tokenizer=tmp_path / "large")
 
 
 # ---- several processes ----------------------------------------------------------------------------------------------
@@ -224,17 +211,17 @@ def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
     dist.init_process_group("gloo")
     path = Path(folder)
     try:
-        _convert(
+        converted(
             path / "hf",
             path / "legacy",
             to="megatron-legacy",
             make_vocab_size_divisible_by=8,
             **layout,
         )
-        _convert(path / "legacy", path / "a.ckpt", to="megatron", **layout)
-        _convert(path / "a.ckpt", path / "back", max_shard_size="20KB", **layout)
+        converted(path / "legacy", path / "a.ckpt", to="megatron", **layout)
+        converted(path / "a.ckpt", path / "back", max_shard_size="20KB", **layout)
         try:
-            _convert(
+            converted(
                 path / "hf",
                 path / "other",
                 to="megatron",
@@ -251,7 +238,7 @@ def _convert_on_ranks(folder: str, layout: dict[str, int]) -> str:
 def test_four_processes_convert_like_one(tmp_path: Path) -> None:
     layout = {"tp": 2, "pp": 2, "vpp": 2}
     expected = save_as(tiny_llama(), tmp_path / "hf", "safetensors")
-    _convert(
+    converted(
         tmp_path / "hf",
         tmp_path / "alone",
         to="megatron-legacy",
@@ -270,48 +257,23 @@ def test_four_processes_convert_like_one(tmp_path: Path) -> None:
             assert_same(flat(sharded[name]), flat(alone[name]))
 
 
-def test_checkpoints_of_different_formats_are_averaged(tmp_path: Path) -> None:
-    """bf16 weights are summed in fp32."""
-    models: list[Tensors] = []
-    for number in range(3):
-        model = tiny("llama")
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(number * torch.rand_like(weight))
-        models.append(
-            save_as(
-                model.to(torch.bfloat16),
-                tmp_path / str(number),
-                FORMATS[0],
-            )
-        )
-    _convert(tmp_path / "1", tmp_path / "one.ckpt", to="megatron")
-    _convert(tmp_path / "2", tmp_path / "two", to="megatron-legacy")
-    options = ConvertOptions(load_path=tmp_path / "0", save_path=tmp_path / "mean", to="hf")
-    convert(options, [tmp_path / "one.ckpt", tmp_path / "two"])
-    mean = {
-        name: torch.stack([model[name].float() for model in models]).mean(0) for name in models[0]
-    }
-    assert_same(
-        tensors_in(tmp_path / "mean"),
-        {name: weight.to(torch.bfloat16) for name, weight in mean.items()},
-    )
-
-    models[0]["lm_head.weight"][0] = 1e6
-    model.load_state_dict(models[0])
+def test_checkpoints_that_do_not_fit_are_not_averaged(tmp_path: Path) -> None:
+    """Means themselves are compared in test_average.py."""
+    tensors = save_as(tiny("llama"), tmp_path / "0", FORMATS[0])
+    tensors["lm_head.weight"][0] = 1e6
+    model = tiny("llama")
+    model.load_state_dict(tensors)
     save_as(model, tmp_path / "large", FORMATS[0])
     with pytest.raises(
         CheckpointError, match=r"output_layer.weight: expected values up to 6.55e\+04 \(float16\)"
     ):
-        convert(
-            replace(options, dtype="fp16", save_path=tmp_path / "mixture"), [tmp_path / "large"]
-        )
+        converted(tmp_path / "0", tmp_path / "mixture", tmp_path / "large", dtype="fp16")
     save_as(tiny_gpt2(), tmp_path / "gpt2", FORMATS[0])
     with pytest.raises(
         CheckpointError,
         match=r"gpt2: expected the model of .*0 to average with, got one with other",
     ):
-        convert(replace(options, save_path=tmp_path / "mixture"), [tmp_path / "gpt2"])
+        converted(tmp_path / "0", tmp_path / "mixture", tmp_path / "gpt2")
     assert not (tmp_path / "mixture").exists()
 
 
@@ -367,7 +329,7 @@ def _load_with_megatron_core(checkpoint: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [pytest.param(LLAMA, "32-true", marks=pytest.mark.exhaustive), ({}, "bf16-mixed")],
+    [exhaustive(LLAMA, "32-true"), ({}, "bf16-mixed")],
     ids=["llama", "gpt2-bf16"],
 )
 def test_converted_checkpoint_of_a_run_equals_save_pretrained(
@@ -381,9 +343,9 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
     )
     run_ranks(_train_and_save, 4, run, str(tmp_path))
 
-    _convert(tmp_path / "run.ckpt", tmp_path / "back")
-    _convert(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
-    _convert(
+    converted(tmp_path / "run.ckpt", tmp_path / "back")
+    converted(tmp_path / "run.ckpt", tmp_path / "legacy", to="megatron-legacy", tp=2)
+    converted(
         tmp_path / "run.ckpt",
         tmp_path / "weights.ckpt",
         to="megatron",
@@ -392,7 +354,7 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
     )
 
     for step, source in enumerate((tmp_path / "legacy", tmp_path / "weights.ckpt")):
-        _convert(source, tmp_path / f"from{step}")
+        converted(source, tmp_path / f"from{step}")
         assert_same(tensors_in(tmp_path / f"from{step}"), tensors_in(tmp_path / "expected"))
     assert_same(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "expected"))
     assert open_source(tmp_path / "run.ckpt").iteration == 2
@@ -422,7 +384,7 @@ def test_converted_checkpoint_of_a_run_equals_save_pretrained(
 
 def test_megatron_core_loads_a_converted_checkpoint(tmp_path: Path) -> None:
     save_as(tiny_gpt2(), tmp_path / "source", "safetensors")
-    _convert(tmp_path / "source", tmp_path / "model.ckpt", to="megatron", pp=2)
+    converted(tmp_path / "source", tmp_path / "model.ckpt", to="megatron", pp=2)
     tensors = weights_of(tmp_path / "source").tensors
 
     for rank, weights in enumerate(

@@ -14,12 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_megatron.convert import ConvertOptions
-from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.errors import CheckpointError
 from tests.checkpoint.damage import update_checksums
-from tests.convert.directories import save_as, tiny, tiny_gpt2
+from tests.convert.directories import converted, save_as, tiny, tiny_gpt2
 from tests.convert.weights import assert_same_weights, weights_of
 
 _LOCAL = {
@@ -193,11 +191,7 @@ def test_damaged_or_hostile_checkpoint_is_refused(
     damage, message = DAMAGE[kind]
     damage(path)
     with pytest.raises(CheckpointError, match=message):
-        convert(
-            ConvertOptions(
-                load_path=path, save_path=tmp_path / "hf", to="hf", config=source / "config.json"
-            )
-        )
+        converted(path, tmp_path / "hf", config=source / "config.json")
     assert "run" not in capsys.readouterr().out
     assert not (tmp_path / "hf").exists()
 
@@ -215,12 +209,7 @@ def _change_meta(path: Path, **changes: Any) -> None:
 @pytest.fixture
 def own(tmp_path: Path, source: Path) -> Path:
     """A checkpoint of this package, in fp16."""
-    convert(
-        ConvertOptions(
-            load_path=source, save_path=tmp_path / "run.ckpt", to="megatron", dtype="fp16"
-        )
-    )
-    return tmp_path / "run.ckpt"
+    return converted(source, tmp_path / "run.ckpt", to="megatron", dtype="fp16")
 
 
 def test_flipped_bit_and_missing_checksums_are_refused(own: Path) -> None:

@@ -110,18 +110,11 @@ def test_loading_needs_little_more_than_the_shard(tmp_path: Path) -> None:
 
 def _measure_converting(directory: str, target: str) -> int:
     """The rise of peak resident memory during a conversion."""
-    from lightning_megatron.convert import ConvertOptions
-    from lightning_megatron.convert.convert import convert
+    from tests.convert.directories import converted
 
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    convert(
-        ConvertOptions(
-            load_path=Path(directory),
-            save_path=Path(target),
-            to="megatron",
-        )
-    )
+    converted(Path(directory), Path(target), to="megatron")
     return _status("VmHWM") - before
 
 

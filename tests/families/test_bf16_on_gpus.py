@@ -22,6 +22,7 @@ from tests.families.parity import (
 )
 from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
+from tests.marks import on_gpus
 from tests.parity.comparison import relative_error
 from tests.parity.sharding import Tensors
 from tests.parity.training import CP2, FOUR_RANKS, TP2_SP, Case, Layout
@@ -104,14 +105,7 @@ def _flat(
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(
-            x,
-            marks=pytest.mark.gpu(x.world_size),
-            id=str(x),
-        )
-        for x in LAYOUTS
-    ],
+    [on_gpus(x.world_size, x, id=str(x)) for x in LAYOUTS],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_error_is_close_to_hugging_faces(name: str, layout: Layout) -> None:

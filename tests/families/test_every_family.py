@@ -11,6 +11,7 @@ from lightning_megatron.planning.parameters import rank_parameters
 from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, lines_of_page, models, page
 from tests.families.parity import check_family, padded_sentences
 from tests.families.test_gpts import CONFIGS
+from tests.marks import exhaustive
 from tests.parity.training import FOUR_RANKS, MODELS, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
@@ -51,13 +52,7 @@ _IN_EVERY_RUN = ("phi3", "t5")
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(
-            name,
-            marks=() if name in _IN_EVERY_RUN else pytest.mark.exhaustive,
-        )
-        for name in models()
-    ],
+    [name if name in _IN_EVERY_RUN else exhaustive(name) for name in models()],
 )
 def test_adapters_equal_peft(family: str) -> None:
     model, rows = models()[family]()

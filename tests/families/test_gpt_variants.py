@@ -9,6 +9,7 @@ import pytest
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import with_variant
+from tests.marks import exhaustive
 from tests.models import NO_DROPOUT
 from tests.parity.training import FOUR_RANKS, Case, Layout, loader_of, module_of, train_module
 from tests.ranks import run_ranks
@@ -90,7 +91,7 @@ def test_unknown_variant_is_refused(
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"],
+    [exhaustive("gpt2"), "llama"],
 )
 def test_every_combination_equals_one_process_and_differs_from_others(model: str) -> None:
     # First losses compare the forward pass from equal random weights, later ones the gradients.

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.families.parity import Rows, check_family, tiny_model
+from tests.marks import exhaustive
 from tests.models import VOCAB_SIZE
 from tests.parity.sharding import full_tensors
 from tests.parity.training import (
@@ -125,11 +126,7 @@ _CP_TP = Layout(cp=2, cp_comm_type="all_gather", tp=2, sequence_parallel=True)
 _CP_PP = Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2)
 IN_EVERY_RUN = (("classes", _CP_TP), ("classes of tokens", _CP_PP))
 SPLIT_ROWS = [
-    pytest.param(
-        name,
-        layout,
-        marks=() if (name, layout) in IN_EVERY_RUN else pytest.mark.exhaustive,
-    )
+    (name, layout) if (name, layout) in IN_EVERY_RUN else exhaustive(name, layout)
     for name in (
         "given positions",
         "masked_lm",
@@ -143,12 +140,8 @@ SPLIT_ROWS = [
 
 _EXHAUSTIVE = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels"}
 FULL_ROWS = [
-    pytest.param(
-        name,
-        each[1],
-        marks=[pytest.mark.exhaustive] * (name in _EXHAUSTIVE),
-    )
-    for name, each in CASES.items()
+    exhaustive(name, layout) if name in _EXHAUSTIVE else (name, layout)
+    for name, (_, layout, _) in CASES.items()
 ]
 
 

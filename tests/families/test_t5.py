@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.families.parity import Rows, check_family, pretrained_module
 from tests.families.t5_models import mt5, t5, t5_1_1, t5_config
+from tests.marks import exhaustive
 from tests.models import VOCAB_SIZE
 from tests.parity.hugging_face import tensors_of
 from tests.parity.sharding import Tensors
@@ -122,7 +123,7 @@ RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in RARER_CASES)],
+    [*CASES, *map(exhaustive, RARER_CASES)],
 )
 def test_t5_equals_hugging_face(case: str) -> None:
     model, layout, rows = {**CASES, **RARER_CASES}[case]

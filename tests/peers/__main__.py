@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.convert import ConvertOptions
-from lightning_megatron.convert.convert import convert
-from tests.convert.directories import save_as
+from tests.convert.directories import converted, save_as
 from tests.convert.legacy.layouts import flat
 from tests.families.test_gpts import gpt_model
 from tests.families.test_megatron_bert import bert_model
@@ -94,7 +92,7 @@ def _compare_one_rank(
     peer: Peer, work: Path, name: str, model: Any, script: str
 ) -> tuple[str, list[str]]:
     ours = work / f"ours-{name}"
-    convert(_options(work / name, ours))
+    _convert(work / name, ours)
     rank = ours / "release" / "mp_rank_00"
     peer.run(script, rank / "model_optim_rng.pt")  # writes into the directory of its input
     return f"reads our {name} of one rank", _differences(_hugging_face(rank), model.state_dict())
@@ -153,7 +151,7 @@ def _read_tree(
         differences = _differences_of_trees(theirs, work / f"beside-{dtype}")
         yield f"writes gpt2 at tp=2, pp=2 in {kind} as we do", differences
     back = work / f"back-{theirs.name}"
-    convert(ConvertOptions(load_path=theirs, save_path=back, to="hf"))
+    converted(theirs, back)
     yield (
         f"writes gpt2 at tp=2, pp=2 in {kind}, and we read it",
         _differences(_saved(back), _in(dtype, model)),
@@ -223,18 +221,13 @@ def _load(file: Path) -> dict[str, Any]:
 # ---- both -----------------------------------------------------------------------------------------------------------
 
 
-def _options(load: Path, save: Path, **fields: Any) -> ConvertOptions:
-    return ConvertOptions(
-        load_path=load,
-        save_path=save,
-        to="megatron-legacy",
-        make_vocab_size_divisible_by=_MULTIPLE,
-        **fields,
-    )
+def _convert(source: Path, target: Path, **fields: Any) -> None:
+    options = {"to": "megatron-legacy", "make_vocab_size_divisible_by": _MULTIPLE, **fields}
+    converted(source, target, **options)
 
 
 def _write(load: Path, save: Path, dtype: str) -> None:
-    convert(_options(load, save, tp=2, pp=2, dtype=dtype))
+    _convert(load, save, tp=2, pp=2, dtype=dtype)
 
 
 def _in(dtype: str, model: Any) -> Tensors:

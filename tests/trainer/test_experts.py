@@ -142,8 +142,7 @@ def _export(run: Run) -> None:
 
 
 def test_expert_biases_are_never_dropped_silently(tmp_path: Path) -> None:
-    from lightning_megatron.convert import ConvertOptions
-    from lightning_megatron.convert.convert import convert
+    from tests.convert.directories import converted
 
     biased = RUN.but(strategy=EXPERT_BIAS)
     path = tmp_path / "a.ckpt"
@@ -152,11 +151,7 @@ def test_expert_biases_are_never_dropped_silently(tmp_path: Path) -> None:
     run_ranks(train, 1, RUN, plain)
     for message, call, *arguments in (
         ("no Hugging Face mixtral model has biases of experts", _export, biased),
-        (
-            "expert_bias",
-            convert,
-            ConvertOptions(load_path=path, save_path=tmp_path / "hf", to="hf"),
-        ),
+        ("expert_bias", converted, path, tmp_path / "hf"),
         ("expert_bias=True there and None here", fit, RUN.but(ckpt_path=str(path))),
         ("expert_bias", fit, biased.but(ckpt_path=str(plain))),
         (

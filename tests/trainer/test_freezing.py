@@ -118,8 +118,7 @@ def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, li
 
 
 def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
-    from lightning_megatron.convert import ConvertOptions
-    from lightning_megatron.convert.convert import convert
+    from tests.convert.directories import converted
 
     same = Layout(pp=2, dp=2)
     other = Layout(tp=2, dp=2, distributed_optimizer=False)
@@ -130,11 +129,7 @@ def test_frozen_weights_resume_at_same_and_other_layout(tmp_path: Path) -> None:
         assert_same_tensors(run.weights, uninterrupted.weights, atol=atol)
         assert len(run.losses) == 2
     for target in ("hf", "megatron"):
-        convert(
-            ConvertOptions(
-                load_path=tmp_path / "run/step=3.ckpt", save_path=tmp_path / target, to=target
-            )
-        )
+        converted(tmp_path / "run/step=3.ckpt", tmp_path / target, to=target)
 
 
 def _refusals(case: Case) -> list[str]:

@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.convert import ConvertOptions, inferred_model
-from lightning_megatron.convert.convert import convert
+from lightning_megatron.convert import inferred_model
 from lightning_megatron.convert.formats import find_source, open_source
 from lightning_megatron.errors import CheckpointError
-from tests.convert.directories import tensors_in, tiny_bert, tiny_gpt2, tiny_llama
+from tests.convert.directories import converted, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import (
     FIRST_RELEASES,
     LAST_RELEASES,
@@ -376,7 +375,7 @@ def test_without_arguments_only_nvidia_345m_models_are_recognized(
             CheckpointError,
             match=r"no arguments \(args\), and its shapes .* are not those .*--config",
         ):
-            convert(ConvertOptions(load_path=path, save_path=tmp_path / "out", to="hf"))
+            converted(path, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert_same_weights(weights_of(path, config), references[name])
         with monkeypatch.context() as patched:
@@ -558,7 +557,7 @@ def _write(
     model.save_pretrained(folder / "hf")
     # With this small multiple every layout has vocabulary padding.
     options: dict[str, Any] = {"to": "megatron-legacy", "make_vocab_size_divisible_by": 8, **fields}
-    convert(ConvertOptions(load_path=folder / "hf", save_path=folder / "legacy", **options))
+    converted(folder / "hf", folder / "legacy", **options)
     weights: dict[str, Tensor] = model.state_dict()
     return weights
 
@@ -641,11 +640,4 @@ def test_llama_round_trips_through_files_of_a_distributed_optimizer(tmp_path: Pa
         (own := file.parent.with_name(f"{file.parent.name}_000")).mkdir()
         (own / "optim.pt").touch()
         file.rename(file.with_name("model_rng.pt"))
-    convert(
-        ConvertOptions(
-            load_path=tmp_path / "legacy",
-            save_path=tmp_path / "back",
-            to="hf",
-        )
-    )
-    assert_same(tensors_in(tmp_path / "back"), expected)
+    assert_same(tensors_in(converted(tmp_path / "legacy", tmp_path / "back")), expected)

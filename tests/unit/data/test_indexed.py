@@ -16,6 +16,7 @@ from lightning_megatron.data.indexed import MAGIC, OLD_MAGIC, IndexedDataset, ch
 from lightning_megatron.data.indexed_report import MAX_TOKENS_SHOWN, describe_dataset
 from lightning_megatron.data.indexed_writer import convert_dataset, dataset_writers, merge_datasets
 from lightning_megatron.errors import DataError
+from tests.marks import exhaustive
 from tests.unit.data.corpus import INT32, Documents, build, longs, read_documents, write_legacy
 
 check_any = functools.partial(check_dataset, for_training=False)
@@ -215,7 +216,7 @@ def _is_refused(read: Callable[[str], object], prefix: str) -> bool:
 @pytest.mark.filterwarnings("ignore:.*has no document index")
 @pytest.mark.parametrize(
     "name",
-    ["mmap", "old", pytest.param("oldest", marks=pytest.mark.exhaustive)],
+    ["mmap", "old", exhaustive("oldest")],
 )
 def test_truncated_files_and_flipped_bits_are_detected(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from lightning_megatron.data.preprocess import (
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
+from tests.marks import exhaustive
 from tests.unit.data.corpus import read_documents
 
 
@@ -272,7 +273,7 @@ def test_killed_worker_ends_the_run(
 
 @pytest.mark.parametrize(
     "sent",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    [signal.SIGINT, exhaustive(signal.SIGTERM)],
 )
 def test_interrupt_leaves_no_dataset_and_no_process(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals

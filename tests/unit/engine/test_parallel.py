@@ -99,18 +99,10 @@ def test_invalid_layout_is_refused(check: Callable[[], object], message: str) ->
         check()
 
 
+@pytest.mark.usefixtures("world")
 def test_host_group_is_one_gloo_group_for_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    try:
-        first, second, third = (
-            groups.host_group(timedelta(minutes=minutes)) for minutes in (10, 30, 10)
-        )
-        assert first is second is third
-    finally:
-        dist.destroy_process_group()
+    first, second, third = (
+        groups.host_group(timedelta(minutes=minutes)) for minutes in (10, 30, 10)
+    )
+    assert first is second is third

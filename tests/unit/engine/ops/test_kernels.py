@@ -1,6 +1,5 @@
 """Replacements of Transformer Engine's and Apex's kernels: values, gradients, and activations kept for backward."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +17,6 @@ from lightning_megatron.models.gpt import mask_padded_vocab_
 from tests.marks import on_gpus
 
 DEVICES = ["cpu", on_gpus(1, "cuda")]
-
-
-@pytest.fixture
-def world() -> Iterator[Any]:
-    """Process group of one rank in the pytest process."""
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
