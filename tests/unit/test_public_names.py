@@ -16,19 +16,8 @@ import lightning_megatron
 from lightning_megatron.cli.train import MegatronCLI
 from lightning_megatron.registration import FORMER_HOMES, hide_known_warnings, strategy_names
 from tests.models import GPT2, VOCAB_SIZE
-from tests.ranks import ROOT
-
-
-def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return result
+from tests.ranks import ROOT, run_ranks
+from tests.recording import recorded_log
 
 
 def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> None:
@@ -48,7 +37,15 @@ def test_import_is_fast_and_strategies_register_when_lightning_is_imported() -> 
         "from lightning_megatron.registration import register_strategies\nregister_strategies()\n"
         "print('megatron_tp2_pp4' in strategies.StrategyRegistry)\n"
     )
-    seconds, *lines = _run(code).stdout.splitlines()
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    seconds, *lines = result.stdout.splitlines()
     assert float(seconds) < 0.1
     assert lines == [
         "[]",
@@ -173,17 +170,14 @@ def test_lightning_advertisement_is_filtered_from_the_log(caplog: pytest.LogCapt
     assert "override those of the Trainer: ModelCheckpoint" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("rank", "count"),
-    [(0, 1), (1, 0)],
-)
-def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once(
-    rank: int, count: int
-) -> None:
-    code = (
-        "import lightning.pytorch\n"
-        "from lightning_megatron.convert.registry import config_object\n"
-        "for _ in range(2):\n"
-        "    config_object({'model_type': 'gpt2', 'vocab_size': 100, 'eos_token_id': 0})\n"
-    )
-    assert _run(code, RANK=str(rank)).stderr.count("bos_token_id must be") == count
+def _reported_special_tokens() -> int:
+    from lightning_megatron.convert.registry import config_object
+
+    with recorded_log("transformers.configuration_utils") as log:
+        for _ in range(2):
+            config_object({"model_type": "gpt2", "vocab_size": 100, "eos_token_id": 0})
+    return log.getvalue().count("bos_token_id must be")
+
+
+def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once() -> None:
+    assert run_ranks(_reported_special_tokens, 2) == [1, 0]
