@@ -10,6 +10,10 @@ def exhaustive(*case: Any, id: str | None = None) -> Any:
     return pytest.param(*case, marks=pytest.mark.exhaustive, id=id)
 
 
-def on_gpus(count: int, *case: Any, id: str | None = None) -> Any:
+def on_gpus(
+    count: int,
+    *case: Any,
+    id: str | None = None,
+) -> Any:
     """A case that needs ``count`` CUDA devices."""
     return pytest.param(*case, marks=pytest.mark.gpu(count), id=id)

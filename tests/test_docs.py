@@ -150,7 +150,11 @@ def reader(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(folder: Path, words: list[str], *more: str) -> str:
+def _run(
+    folder: Path,
+    words: list[str],
+    *more: str,
+) -> str:
     """Output of a command of a page."""
     program, *arguments = words
     assert program == "lightning-megatron"

@@ -26,7 +26,12 @@ from tests.ranks import die_with_parent
 _CAMPAIGNS = faults.CAMPAIGNS
 
 
-def _attempt(name: str, attempt: Attempt, number: int, seed: int) -> tuple[str, Outcome]:
+def _attempt(
+    name: str,
+    attempt: Attempt,
+    number: int,
+    seed: int,
+) -> tuple[str, Outcome]:
     """Make one attempt; a failure is printed at once and keeps its directory."""
     folder = Path(tempfile.mkdtemp(prefix="campaign_", dir=Path(tempfile.gettempdir()).parent))
     outcome = attempt(random.Random(f"{seed} {number}"), folder)

@@ -34,7 +34,11 @@ _PHASES = {
 }
 """Hook in which a fault is triggered, by phase; in the last hook the run generates text."""
 _ANY = tuple(_PHASES)
-_LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}
+_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {},
+}
 _RANKS = (0, 1)
 _LIMITS = {"setup": 9, "step": 6, "checkpoint": 6}
 """Heartbeat limits in seconds."""
@@ -90,7 +94,12 @@ def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
                 target=trigger, args=(now,), daemon=True
             ).start() if now.is_async else trigger(now)
 
-    def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def record(
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        *_: Any,
+    ) -> None:
         with (folder / f"losses_{trainer.global_rank}.txt").open("a") as file:
             file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
 
@@ -200,7 +209,13 @@ def _expected(layout: str) -> dict[str, set[str]]:
         return _losses(Path(folder))
 
 
-def _outcome(layout: str, folder: Path, fault: object, ended: _Ended, wrong: str = "") -> Outcome:
+def _outcome(
+    layout: str,
+    folder: Path,
+    fault: object,
+    ended: _Ended,
+    wrong: str = "",
+) -> Outcome:
     """Judge how a run ended, and whether it resumes exactly and finishes."""
     steps = 0
     if ended.left:
@@ -226,7 +241,12 @@ def _signal(signum: int, times: int, delay: float) -> None:
         time.sleep(0.01)
 
 
-def _kill(signum: int, max_times: int, rng: random.Random, folder: Path) -> Outcome:
+def _kill(
+    signum: int,
+    max_times: int,
+    rng: random.Random,
+    folder: Path,
+) -> Outcome:
     layout = rng.choice(list(_LAYOUTS))
     fault = Fault(
         phase=rng.choice(_ANY),

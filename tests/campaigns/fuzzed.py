@@ -432,7 +432,13 @@ def _make_intact(folder: Path) -> None:
 # ---- many attempts --------------------------------------------------------------------------------------------------
 
 
-def run(rows: Sequence[str], attempts: float, minutes: float, jobs: int, seed: int) -> int:
+def run(
+    rows: Sequence[str],
+    attempts: float,
+    minutes: float,
+    jobs: int,
+    seed: int,
+) -> int:
     """Make attempts until either limit is reached, print defects and the table; returns the exit code."""
     _import_everything()
     counts = Counter[tuple[str, str, str]]()

@@ -16,7 +16,18 @@ from tests.checkpoint.damage import Evil
 Mutation = Callable[[random.Random, Path, Path], str]
 """Changes a file; injected code, if it runs, makes the directory at the third argument."""
 
-_NUMBERS = (0, 1, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
+_NUMBERS = (
+    0,
+    1,
+    255,
+    2**15,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**63 - 1,
+    2**64 - 1,
+)
 _VALUES: tuple[Any, ...] = (
     None,
     True,

@@ -140,7 +140,11 @@ def make_trainer(run: Run, *callbacks: Any) -> Any:
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **settings)
 
 
-def fit(run: Run, *callbacks: Any, module_class: Any = None) -> tuple[Any, Trace]:
+def fit(
+    run: Run,
+    *callbacks: Any,
+    module_class: Any = None,
+) -> tuple[Any, Trace]:
     """Train; return the Trainer, which can then save a checkpoint, and the trace."""
     import lightning.pytorch as pl
 
@@ -233,7 +237,11 @@ def live_state(trainer: Any) -> dict[str, Any]:
     return flat
 
 
-def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
+def _flatten(
+    prefix: str,
+    value: Any,
+    into: dict[str, Any],
+) -> None:
     import torch
 
     if isinstance(value, Mapping):
@@ -359,7 +367,11 @@ def change(state: Any) -> None:
     torch.rand(3)
 
 
-def save(state: Any, content: dict[str, Any], path: Path) -> None:
+def save(
+    state: Any,
+    content: dict[str, Any],
+    path: Path,
+) -> None:
     """Write a checkpoint of ``state`` with ``content`` in place of Lightning's dict."""
     begin_save(state, content, path, in_place=True).finish()
 

@@ -234,7 +234,11 @@ def _resume_with_foreign_paths(
     return code, texts
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["next save", "SIGTERM"])
+@pytest.mark.parametrize(
+    "stops",
+    [False, True],
+    ids=["next save", "SIGTERM"],
+)
 def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
     tmp_path: Path, intact: Path, stops: bool
 ) -> None:

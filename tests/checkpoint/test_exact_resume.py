@@ -48,13 +48,25 @@ EP2 = Run(
     ("run", "keeps"),
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
-        pytest.param(Run(strategy={"pp": 2, "vpp": 2}), {}, id="pp2 vpp2"),
+        pytest.param(
+            Run(strategy={"pp": 2, "vpp": 2}),
+            {},
+            id="pp2 vpp2",
+        ),
         pytest.param(VALIDATED, BY_VALIDATION, id="dp2, validated"),
-        pytest.param(Run(strategy={"cp": 2}), {}, id="cp2"),
+        pytest.param(
+            Run(strategy={"cp": 2}),
+            {},
+            id="cp2",
+        ),
         pytest.param(EP2, {}, id="ep2, bias"),
     ],
 )
-def test_resume_in_mid_epoch_is_exact(tmp_path: Path, run: Run, keeps: dict[str, Any]) -> None:
+def test_resume_in_mid_epoch_is_exact(
+    tmp_path: Path,
+    run: Run,
+    keeps: dict[str, Any],
+) -> None:
     from lightning_megatron.engine.lr_schedule import LRSchedule
 
     schedule = LRSchedule(

@@ -60,7 +60,11 @@ class _Calls:
         self.count = 0
         self.last: int | None = None
         sys.addaudithook(self._hook)
-        for owner, name in ((_ChecksummedFile, "write"), (os, "fsync"), (publish, "_exchange")):
+        for owner, name in (
+            (_ChecksummedFile, "write"),
+            (os, "fsync"),
+            (publish, "_exchange"),
+        ):
             setattr(owner, name, self._counted(getattr(owner, name)))
 
     def begin(self, last: int | None = None) -> None:

@@ -81,7 +81,13 @@ NEWER_WEIGHTS: Files = {"step=4.ckpt": 4, "last.ckpt": WEIGHTS}
 """Files of two callbacks, one of which saves only weights."""
 
 
-def _at(step: int, start: int, save: int, time: float, line: str = "a") -> Any:
+def _at(
+    step: int,
+    start: int,
+    save: int,
+    time: float,
+    line: str = "a",
+) -> Any:
     """A checkpoint of ``step`` with counters, saved when the clock showed ``time``."""
     position = {"line": line, "start": start, "save": save}
     return step, {"position": position, "time": time}
@@ -350,7 +356,11 @@ def test_last_is_found_in_version_directories_of_a_logger(tmp_path: Path) -> Non
         "default_root_dir": tmp_path,
         "enable_progress_bar": False,
     }
-    for version, step in ((0, 7), (1, 3), (10, 5)):
+    for version, step in (
+        (0, 7),
+        (1, 3),
+        (10, 5),
+    ):
         folder = tmp_path / "runs" / f"version_{version}" / "checkpoints"
         _complete(folder / f"step={step}.ckpt", step, time=float(version))
     for name, found in (("runs", 5), ("others", None)):

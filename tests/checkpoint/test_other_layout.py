@@ -208,7 +208,11 @@ def _save_and_gather(run: Run, now: Path, before: Path) -> None:
     from lightning_megatron.checkpoint.state import SHARDING
     from lightning_megatron.engine.optimizer import MegatronOptimizer
 
-    def gathered(optimizer: Any, models: Any, **options: Any) -> dict[str, Any]:
+    def gathered(
+        optimizer: Any,
+        models: Any,
+        **options: Any,
+    ) -> dict[str, Any]:
         state: dict[str, Any] = optimizer.inner.sharded_state_dict(models, metadata=dict(SHARDING))
         return state
 

@@ -11,7 +11,11 @@ from typing import Any
 from tests.ranks import run_ranks
 
 
-def run_cli(folder: Path | str, *arguments: object, ranks: int = 1) -> tuple[int, str, str]:
+def run_cli(
+    folder: Path | str,
+    *arguments: object,
+    ranks: int = 1,
+) -> tuple[int, str, str]:
     """Run a command in ``folder``, in one process or as ``ranks`` processes of torchrun.
 
     Returns:

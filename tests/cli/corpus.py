@@ -38,7 +38,12 @@ def make_corpus(folder: Path) -> Path:
     return folder / "corpus_text_document"
 
 
-def make_sentences(folder: Path, kind: str, text: Path, vocab_size: int = 512) -> Path:
+def make_sentences(
+    folder: Path,
+    kind: str,
+    text: Path,
+    vocab_size: int = 512,
+) -> Path:
     """Like ``make_corpus``, in sentences, with the special tokens of ``kind``; the tokenizer is ``folder / "tok"``."""
     options = _words(
         "--input", text, "--vocab-size", vocab_size, "--output", folder / "tok", "--kind", kind
@@ -57,8 +62,19 @@ def _words(*arguments: object) -> list[str]:
 
 def configuration(corpus: Path, folder: Path) -> dict[str, Any]:
     """A complete configuration of ``fit`` for one process."""
-    shape = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    data = {"data_path": str(corpus), "split": "90,10,0", "seq_length": 32, "micro_batch_size": 2}
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+    }
+    data = {
+        "data_path": str(corpus),
+        "split": "90,10,0",
+        "seq_length": 32,
+        "micro_batch_size": 2,
+    }
     trainer = {
         "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder)}},
         "strategy": {"class_path": "MegatronStrategy", "init_args": {"num_microbatches": 2}},

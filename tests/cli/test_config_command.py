@@ -198,7 +198,11 @@ def test_unsupported_accelerate_config_is_refused(
     assert not output.exists()
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = False) -> None:
+def answer(
+    monkeypatch: pytest.MonkeyPatch,
+    *answers: str,
+    terminal: bool = False,
+) -> None:
     """Give ``answers`` to stdin, one per line."""
     stdin = io.StringIO("".join(f"{each}\n" for each in answers))
     monkeypatch.setattr(stdin, "isatty", lambda: terminal)
@@ -206,7 +210,20 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: str, terminal: bool = Fals
 
 
 # model, accelerator, machines, tp, sequence parallel, pp, microbatches, recompute, optimizer, clip, devices, precision
-LAYOUT = ("gpt2", "cpu", "", "2", "", "2", "", "no", "n", "0.5", "8", "bf16")
+LAYOUT = (
+    "gpt2",
+    "cpu",
+    "",
+    "2",
+    "",
+    "2",
+    "",
+    "no",
+    "n",
+    "0.5",
+    "8",
+    "bf16",
+)
 
 
 def test_answers_become_yaml_and_terminals_ask_again(

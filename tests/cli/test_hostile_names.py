@@ -117,7 +117,12 @@ def _adapter(folder: Path, base: str) -> Path:
     return folder
 
 
-def _forged(source: Path, target: Path, changes: dict[str, Any], lightning: dict[str, Any]) -> Path:
+def _forged(
+    source: Path,
+    target: Path,
+    changes: dict[str, Any],
+    lightning: dict[str, Any],
+) -> Path:
     """Copy a ``*.ckpt`` with other values in ``meta.pt``, and the right checksums."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
@@ -376,7 +381,13 @@ _PLACES: list[tuple[str, ...]] = [
     ("lightning", "lr_schedulers"),
 ]
 """Keys of a checkpoint, each of which is left out, and replaced by a value of another type (all pairs were tried)."""
-_VALUES: tuple[Any, ...] = (7.5, "text", [1], {"a": "b"}, None)
+_VALUES: tuple[Any, ...] = (
+    7.5,
+    "text",
+    [1],
+    {"a": "b"},
+    None,
+)
 
 
 def _resume_all(folder: str) -> list[tuple[str, str]]:

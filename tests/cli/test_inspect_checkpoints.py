@@ -49,7 +49,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _text(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> str:
+def _text(
+    capsys: pytest.CaptureFixture[str],
+    *arguments: str | Path,
+    code: int = 0,
+) -> str:
     """Output of the command, or its one-line error message."""
     assert main(["inspect", *map(str, arguments)]) == code
     printed = capsys.readouterr()

@@ -26,7 +26,12 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def converted(source: Path, target: Path, *others: Path, **options: Any) -> Path:
+def converted(
+    source: Path,
+    target: Path,
+    *others: Path,
+    **options: Any,
+) -> Path:
     """Convert ``source``, or the mean of it and of ``others``, by default to Hugging Face; returns ``target``."""
     fields = {"load_path": source, "save_path": target, "to": "hf", **options}
     convert(ConvertOptions(**fields), others)
@@ -59,7 +64,11 @@ def tensors_in(directory: Path) -> dict[str, Tensor]:
     }
 
 
-def save_as(model: Any, directory: Path, kind: Format) -> dict[str, Tensor]:
+def save_as(
+    model: Any,
+    directory: Path,
+    kind: Format,
+) -> dict[str, Tensor]:
     """Save ``model``; returns the saved tensors by name."""
     if kind in ("safetensors", "sharded_safetensors"):
         model.save_pretrained(
@@ -72,7 +81,11 @@ def save_as(model: Any, directory: Path, kind: Format) -> dict[str, Tensor]:
     return save_pickled(model.state_dict(), directory, kind)
 
 
-def save_pickled(tensors: dict[str, Tensor], directory: Path, kind: Format) -> dict[str, Tensor]:
+def save_pickled(
+    tensors: dict[str, Tensor],
+    directory: Path,
+    kind: Format,
+) -> dict[str, Tensor]:
     """Save tensors as ``pytorch_model*.bin``, as transformers did before safetensors."""
     if kind != "sharded_bin":
         torch.save(

@@ -233,7 +233,11 @@ def _killed() -> Iterator[None]:
         yield
 
 
-_FAILURES: dict[str, Any] = {"": contextlib.nullcontext, "full disk": full_disk, "killed": _killed}
+_FAILURES: dict[str, Any] = {
+    "": contextlib.nullcontext,
+    "full disk": full_disk,
+    "killed": _killed,
+}
 
 
 def load_and_save(

@@ -167,7 +167,11 @@ def _fields(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _train(case: Case, rows: Rows, binary_head: bool) -> tuple[Outcome, dict[str, float]]:
+def _train(
+    case: Case,
+    rows: Rows,
+    binary_head: bool,
+) -> tuple[Outcome, dict[str, float]]:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import BertTrainStep, MegatronModule

@@ -36,7 +36,12 @@ def _pairs(
     """Rows with padding in both sequences and different numbers of targets."""
     generator = torch.Generator().manual_seed(5)
     rows = []
-    for length, target_length in ((16, num_targets), (9, 4), (5, 7), (12, 1)):
+    for length, target_length in (
+        (16, num_targets),
+        (9, 4),
+        (5, 7),
+        (12, 1),
+    ):
         tokens = torch.randint(2, VOCAB_SIZE, (16,), generator=generator)
         labels = torch.randint(2, VOCAB_SIZE, (num_targets,), generator=generator)
         mask = torch.zeros(16, dtype=torch.long)

@@ -237,7 +237,11 @@ def set_up(directory: str, case: Case, name: str) -> Any:
     return module
 
 
-def generate_on_ranks(directory: str, case: Case, calls: list[Call]) -> list[Tensor]:
+def generate_on_ranks(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> list[Tensor]:
     modules = {}
     sequences = []
     for call in calls:

@@ -109,7 +109,11 @@ def calls_of(
     ],
     ids=lambda part: str(part) if isinstance(part, Layout | bool) else f"{len(part)} models",
 )
-def test_sequences_equal_hugging_face(layout: Layout, models: tuple[str, ...], ends: bool) -> None:
+def test_sequences_equal_hugging_face(
+    layout: Layout,
+    models: tuple[str, ...],
+    ends: bool,
+) -> None:
     compare(calls_of(models, ends=ends), layout)
 
 
@@ -245,7 +249,11 @@ def test_on_tokens_streams_each_token_once_until_rows_end() -> None:
         assert streamed == [row + [-1] * (len(streamed[0]) - len(row)) for row in own]
 
 
-def _stream(directory: str, case: Case, calls: list[Call]) -> tuple[int, list[list[int]]]:
+def _stream(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> tuple[int, list[list[int]]]:
     from lightning_megatron.errors import ConfigError
 
     module = set_up(directory, case, "gpt2")
@@ -343,7 +351,11 @@ def test_scores_equal_hugging_face() -> None:
             torch.testing.assert_close(actual.scores, scores, rtol=0.0, atol=_ATOL)
 
 
-def _generate_with_scores(directory: str, case: Case, calls: list[Call]) -> list[Any]:
+def _generate_with_scores(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> list[Any]:
     module = set_up(directory, case, "llama")
     return [module.generate_with_scores(c.input_ids, c.attention_mask, **c.options) for c in calls]
 

@@ -44,7 +44,11 @@ def test_samples_are_those_of_the_current_model(tokenizer: Path, tmp_path: Path)
     assert all(logged_by_other == [] for _, logged_by_other in others)
 
 
-def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
+def _train(
+    case: Case,
+    tokenizer: Path,
+    folder: Path,
+) -> tuple[Any, list[Any]]:
     import torch
     from lightning.pytorch.loggers import CSVLogger, Logger
 
@@ -61,7 +65,12 @@ def _train(case: Case, tokenizer: Path, folder: Path) -> tuple[Any, list[Any]]:
 
         def log_metrics(self, metrics: Any, step: Any = None) -> None: ...
 
-        def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None: ...
+        def log_hyperparams(
+            self,
+            params: Any,
+            *_: Any,
+            **__: Any,
+        ) -> None: ...
 
     module = module_of(case)
     options = GenerationOptions(max_new_tokens=6, eos_token_id=())

@@ -60,7 +60,15 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     ids=str,
 )
 def test_recorded_steps_equal_hugging_face(layout: Layout, models: tuple[str, ...]) -> None:
-    calls = [make_call(name, max_new_tokens=10, static_cache=True, **NO_END) for name in models]
+    calls = [
+        make_call(
+            name,
+            max_new_tokens=10,
+            static_cache=True,
+            **NO_END,
+        )
+        for name in models
+    ]
     for sequences, counts in run_with_models(_record, layout, calls, 1024):
         for call, actual in zip(calls, sequences, strict=True):
             assert actual.tolist() == hf_output(call).tolist(), call.model
@@ -127,14 +135,27 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
         on_gpus(2, TP2_SP, (*EVERY, "olmo2")),
         on_gpus(2, Layout(pp=2), ("gpt2", "llama", "bloom")),
         on_gpus(2, INTERLEAVED, ("llama",)),
-        on_gpus(4, Layout(tp=2, pp=2), ("llama", "bloom")),
+        on_gpus(
+            4,
+            Layout(tp=2, pp=2),
+            ("llama", "bloom"),
+        ),
     ],
     ids=str,
 )
 def test_graphs_equal_their_kernels(
     layout: Layout, models: tuple[str, ...], precision: str
 ) -> None:
-    calls = [make_call(name, max_new_tokens=12, **o, **NO_END) for name in models for o in OPTIONS]
+    calls = [
+        make_call(
+            name,
+            max_new_tokens=12,
+            **o,
+            **NO_END,
+        )
+        for name in models
+        for o in OPTIONS
+    ]
     for results in run_with_models(
         _generate_three_times, layout, calls, precision=precision, accelerator="gpu"
     ):
@@ -160,7 +181,12 @@ def test_uncapturable_step_is_refused_and_runs_without_graphs() -> None:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def _record(directory: str, case: Case, calls: list[Call], window: int) -> Any:
+def _record(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+    window: int,
+) -> Any:
     """Sequences, and the counts of each recorder."""
     from lightning_megatron.generate import cuda_graphs, static_steps
 
@@ -175,7 +201,11 @@ def _record(directory: str, case: Case, calls: list[Call], window: int) -> Any:
     return generate_on_ranks(directory, case, calls), [recorder.counts for recorder in recorders]
 
 
-def _generate_three_times(directory: str, case: Case, calls: list[Call]) -> list[Any]:
+def _generate_three_times(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> list[Any]:
     """Sequences of growing caches, of static ones without graphs and with; memory after each call with graphs."""
     from lightning_megatron.generate import cuda_graphs
 

@@ -164,7 +164,12 @@ def train(run: Run, files: Path, work: Path) -> Steps:
     def record_rows(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         rows[trainer.global_step + 1] = {"rows": row_hashes(batch)}
 
-    def record_validation(trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+    def record_validation(
+        trainer: Any,
+        module: Any,
+        batch: Any,
+        *_: Any,
+    ) -> None:
         if trainer.global_step in rows:
             rows[trainer.global_step].setdefault("valid rows", []).extend(row_hashes(batch))
 

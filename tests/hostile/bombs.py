@@ -279,7 +279,12 @@ def zip_of_a_checkpoint(folder: Path) -> str:
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def _change_json(name: str, fields: dict[str, Any], command: str, folder: Path) -> str:
+def _change_json(
+    name: str,
+    fields: dict[str, Any],
+    command: str,
+    folder: Path,
+) -> str:
     file = folder / name
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
     return command

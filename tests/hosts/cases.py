@@ -86,7 +86,11 @@ class Cluster:
         path = self.folder / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 240) -> float:
+    def wait_for(
+        self,
+        condition: Callable[[], bool],
+        seconds: float = 240,
+    ) -> float:
         """Wait until ``condition`` holds; return the seconds that it took."""
         begin = time.monotonic()
         while not condition():

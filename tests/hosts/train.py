@@ -38,7 +38,13 @@ class Recorder(Callback):
             ],
         )
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        *rest: Any,
+    ) -> None:
         """Record a step."""
         if trainer.global_rank == 0:
             _write(

@@ -25,7 +25,11 @@ from tests.recording import recorded_warnings
 LIMITS = {"setup": 4, "step": 3, "checkpoint": 3}
 
 
-def _callback(hook: str, act: Callable[[Any], None], rank: int) -> Any:
+def _callback(
+    hook: str,
+    act: Callable[[Any], None],
+    rank: int,
+) -> Any:
     """Callback that acts in one hook, in the second step (or in ``setup``), on one rank."""
 
     def call(trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -49,7 +49,12 @@ def _sum_of_ranks(port: int, last: int) -> float:
 
 def test_ranks_connect_after_restarts_with_other_world_sizes() -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for world_size, last in ((2, 0), (2, 1), (3, 0), (1, 0)):
+    for world_size, last in (
+        (2, 0),
+        (2, 1),
+        (3, 0),
+        (1, 0),
+    ):
         expected = world_size * (world_size - 1) / 2
         assert run_ranks(_sum_of_ranks, world_size, agent.port, last) == [expected] * world_size
 

@@ -119,7 +119,11 @@ def has_ended(pid: int, seconds: float) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-def _run(how: str, end: str, folder: Path) -> tuple[list[int], str]:
+def _run(
+    how: str,
+    end: str,
+    folder: Path,
+) -> tuple[list[int], str]:
     """Exit codes of the processes started here, and the output of all processes."""
     (folder / "train.py").write_text(_SCRIPT)
     starts = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if how == "torchrun" else []

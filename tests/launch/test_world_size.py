@@ -112,14 +112,23 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
         return iter(Sentences(12))
 
 
-def _losses(kind: Kind, case: Case, folder: Path | None = None) -> list[float]:
+def _losses(
+    kind: Kind,
+    case: Case,
+    folder: Path | None = None,
+) -> list[float]:
     """Losses of ``case`` with one node per rank; saves to ``folder`` at step 2, or resumes from it."""
     from lightning_megatron import DatasetDataModule
 
     losses: list[float] = []
     saved = None if folder is None else folder / "two.ckpt"
 
-    def record(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def record(
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        *_: Any,
+    ) -> None:
         losses.append(float(outputs["loss"]))
         if trainer.global_step == 2 and saved is not None:
             trainer.save_checkpoint(saved)

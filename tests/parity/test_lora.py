@@ -78,7 +78,11 @@ def _add_adapter(model: Any, folder: str) -> None:
     PeftModel.from_pretrained(model, folder, is_trainable=True)  # modifies the model in place
 
 
-def _train_with_peft(case: Case, base: Tensors, folder: str) -> tuple[Outcome, Tensor, Tensor]:
+def _train_with_peft(
+    case: Case,
+    base: Tensors,
+    folder: str,
+) -> tuple[Outcome, Tensor, Tensor]:
     from transformers import AutoModelForCausalLM
 
     outcome = train_hugging_face(case, base, partial(_add_adapter, folder=f"{folder}/initial"))

@@ -14,7 +14,11 @@ from tests.ranks import run_ranks
 class _FakeGraph:
     """Stand-in for a CUDA graph on the CPU: a replay runs the body on the graph's input buffers."""
 
-    def __init__(self, inputs: dict[str, torch.Tensor], body: Any) -> None:
+    def __init__(
+        self,
+        inputs: dict[str, torch.Tensor],
+        body: Any,
+    ) -> None:
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self.body, self.graph, self.report, self.replays = body, self, torch.zeros(1, 2), 0
 

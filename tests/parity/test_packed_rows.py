@@ -92,7 +92,11 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
 
 
-def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> Outcome:
+def _train_packed(
+    case: Case,
+    rows: Rows,
+    options: dict[str, Any],
+) -> Outcome:
     from lightning_megatron import GPTTrainStep
 
     step = GPTTrainStep(**options)
@@ -100,7 +104,11 @@ def _train_packed(case: Case, rows: Rows, options: dict[str, Any]) -> Outcome:
     return train_module(module_of(case, train_step=step), case, loader, collect=tensors_of)
 
 
-def _train_one_text_at_a_time(case: Case, weights: Tensors, texts: Texts) -> tuple[float, Tensors]:
+def _train_one_text_at_a_time(
+    case: Case,
+    weights: Tensors,
+    texts: Texts,
+) -> tuple[float, Tensors]:
     """Mean loss over all targets, and its gradients."""
     model = hugging_face_model(case, weights)
     losses = []

@@ -27,7 +27,12 @@ from tests.ranks import run_ranks
 class _FakeWindow:
     """Stand-in for a memory window on the CPU: data written for a peer is sent at the barrier."""
 
-    def __init__(self, group: Any, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int,
+        device: torch.device,
+    ) -> None:
         self.group, self.num_bytes, self.rank = group, num_bytes, group.rank()
         self.num_barriers = 0
 
@@ -114,7 +119,11 @@ _FORCED = (("tp_comm_overlap", True),)
             Layout(cp=2, cp_comm_type="a2a", num_microbatches=3, overlap_communication=True),
             2 * 4 * 2,
         ),
-        exhaustive("t5", Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3), None),
+        exhaustive(
+            "t5",
+            Layout(cp=2, cp_comm_type="a2a", tp=2, num_microbatches=3),
+            None,
+        ),
     ],
     ids=str,
 )

@@ -176,7 +176,11 @@ def join_outcomes(ranks: list[Outcome], copies_rtol: float = 0.0) -> Outcome:
     )
 
 
-def common_result(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
+def common_result(
+    fn: Callable[..., Any],
+    case: Case,
+    *args: Any,
+) -> Any:
     """Run ``fn(case, *args)`` on the ranks of the layout, assert that all return the same, and return it."""
     first, *others = run_ranks(
         fn,
@@ -192,7 +196,11 @@ def common_result(fn: Callable[..., Any], case: Case, *args: Any) -> Any:
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def refusal(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+def refusal(
+    call: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> str:
     """Message of the ConfigError that a call raises; asserts that it is one line."""
     import pytest
 
@@ -277,7 +285,12 @@ def train_module(
             with gradients_as_weights(pl_module):
                 recorded["gradients"] = collect(pl_module)
 
-    def end(trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def end(
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        *_: Any,
+    ) -> None:
         recorded["losses"].append(outputs["loss"].item())
         recorded["grad_norms"].append(trainer.strategy.optimizer_report.grad_norm)
 
@@ -287,7 +300,11 @@ def train_module(
     return Outcome(**recorded, weights=collect(module))
 
 
-def module_of(case: Case, module_class: type | None = None, **options: Any) -> Any:
+def module_of(
+    case: Case,
+    module_class: type | None = None,
+    **options: Any,
+) -> Any:
     """Create the MegatronModule (or ``module_class``) of ``case``; ``options`` are further constructor arguments."""
     from lightning.pytorch import seed_everything
 

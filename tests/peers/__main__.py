@@ -78,7 +78,12 @@ def _comparisons(peer: Peer, work: Path) -> Iterator[tuple[str, list[str]]]:
 # ---- our checkpoints, read by transformers --------------------------------------------------------------------------
 
 
-def _compare_at_tp2_pp2(peer: Peer, work: Path, model: Any, dtype: str) -> tuple[str, list[str]]:
+def _compare_at_tp2_pp2(
+    peer: Peer,
+    work: Path,
+    model: Any,
+    dtype: str,
+) -> tuple[str, list[str]]:
     ours = work / f"ours-{dtype}"
     theirs = work / f"read-{dtype}"
     _write(work / "gpt2", ours, dtype)

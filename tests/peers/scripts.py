@@ -77,7 +77,12 @@ class Peer:
             tokenizer,
         )
 
-    def to_megatron(self, load: Path, save: Path, options: Sequence[str]) -> None:
+    def to_megatron(
+        self,
+        load: Path,
+        save: Path,
+        options: Sequence[str],
+    ) -> None:
         """Convert ``pytorch_model.bin`` to Megatron-LM's directory tree."""
         megatron = ("--megatron-path", self.environment)
         self.run(RESHAPE, "--load_path", load, "--save_path", save, *megatron, *options)

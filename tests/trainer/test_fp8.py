@@ -179,7 +179,11 @@ def test_resume_is_exact_and_checkpoints_equal_bf16(tmp_path: Path) -> None:
         for path in paths.values()
     ]
     assert shapes[0] == shapes[1]
-    for saved, name in (("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")):
+    for saved, name in (
+        ("fp8", "fp8"),
+        ("fp8", "bf16"),
+        ("bf16", "fp8"),
+    ):
         resumed = run_ranks(train, 2, runs[name].but(ckpt_path=str(paths[saved])))
         for expected, actual in zip(full[name], resumed, strict=True):
             assert list(actual.steps) == [3, 4]

@@ -36,7 +36,11 @@ OPTIMIZER = (
 CASE = Case(steps=3, optimizer=OPTIMIZER, clip=0.5, labels="uneven")
 
 
-def train_frozen(case: Case, what: What, **options: Any) -> tuple[Outcome, int, int]:
+def train_frozen(
+    case: Case,
+    what: What,
+    **options: Any,
+) -> tuple[Outcome, int, int]:
     """Train with ``what`` frozen: outcome in Hugging Face names on rank 0, sizes of moments and of trained weights."""
     from lightning_megatron import MegatronModule
     from lightning_megatron.engine.wrap import unwrap
@@ -106,7 +110,11 @@ def test_training_with_frozen_weights_equals_hugging_face(what: What, layout: La
     assert_same_tensors(ranks[0][0].weights, theirs.weights)
 
 
-def _save_and_resume(case: Case, other: Case, folder: Path) -> tuple[Outcome, list[Outcome], str]:
+def _save_and_resume(
+    case: Case,
+    other: Case,
+    folder: Path,
+) -> tuple[Outcome, list[Outcome], str]:
     path = folder / "step=1.ckpt"
     uninterrupted, *_ = train_frozen(
         case, "lower half", callbacks=[checkpoints_at(folder)], enable_checkpointing=True

@@ -209,7 +209,13 @@ def _flip_bits(
     return outcomes
 
 
-def _flip_once(flip: Flip, flipped: list[bool], trainer: Any, module: Any, *_: Any) -> None:
+def _flip_once(
+    flip: Flip,
+    flipped: list[bool],
+    trainer: Any,
+    module: Any,
+    *_: Any,
+) -> None:
     """Hook that flips the bit in step 3, and appends whether this rank has it."""
     if trainer.global_step == 2 and not flipped:
         flipped.append(_flip(trainer, module, flip))

@@ -113,7 +113,12 @@ def _hooks_of_a_step(case: Case) -> tuple[list[str], list[float]]:
     class Clipping(MegatronModule):
         clipped_steps = case.steps
 
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def configure_gradient_clipping(
+            self,
+            optimizer: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
             if self.global_step < self.clipped_steps:
                 self.clip_gradients(
                     optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm"

@@ -59,7 +59,12 @@ def _rows_seen(layout: Layout, in_order: bool = False) -> tuple[int, list[list[i
             )
             return DataLoader(NUMBERED, batch_size=4, sampler=sampler)
 
-    def see(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def see(
+        trainer: Any,
+        module: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         seen[-1].extend(batch["input_ids"][:, 0].tolist())
 
     watch = callback(
@@ -81,7 +86,14 @@ def test_replicas_share_an_epoch_and_ranks_of_a_replica_see_equal_rows() -> None
     by_replica: dict[int, list[list[int]]] = {}
     for replica, seen in run_ranks(_rows_seen, 4, TP2_DP2):
         assert by_replica.setdefault(replica, seen) == seen
-    epochs = [first + second for first, second in zip(by_replica[0], by_replica[1], strict=True)]
+    epochs = [
+        first + second
+        for first, second in zip(
+            by_replica[0],
+            by_replica[1],
+            strict=True,
+        )
+    ]
     # Lightning shuffles training data for every distributed strategy, even if the loader does not.
     assert [sorted(rows) for rows in epochs] == [list(range(24))] * 2
     assert epochs[0] != epochs[1]

@@ -147,7 +147,11 @@ def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(
             assert a.data.equal(b.data)
 
 
-def _convert(load_path: Path | str, save_path: str, to: str) -> list[Any]:
+def _convert(
+    load_path: Path | str,
+    save_path: str,
+    to: str,
+) -> list[Any]:
     return ["convert", "--load-path", load_path, "--save-path", save_path, "--to", to]
 
 
@@ -231,7 +235,11 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
     return [(expected, refusal(mistake, **arguments)) for expected, mistake, arguments in mistakes]
 
 
-def _validate(folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
+def _validate(
+    folder: Path,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> None:
     case = Case(model="llama", steps=1)
     module = _module(folder, **options)
     trainer_of(case).validate(module, loader_of(case), ckpt_path=ckpt_path)

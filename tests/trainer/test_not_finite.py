@@ -157,7 +157,14 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
         _decide_on_device()
     else:
         kinds.append("infinite loss")
-    runs = [(kind, _run(case, kind, "raise"), _run(case, kind, "skip")) for kind in kinds]
+    runs = [
+        (
+            kind,
+            _run(case, kind, "raise"),
+            _run(case, kind, "skip"),
+        )
+        for kind in kinds
+    ]
     return two_steps, without_step, runs
 
 
@@ -168,8 +175,22 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
         exhaustive(UNSHARDED, None, "sgd", "cpu", False),
         exhaustive(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True),
         (UNSHARDED, 0.5, "sgd", "cpu", True),
-        on_gpus(2, Layout(pp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
-        on_gpus(2, Layout(dp=2, num_microbatches=3), 0.5, "adamw", "gpu", True),
+        on_gpus(
+            2,
+            Layout(pp=2, num_microbatches=3),
+            0.5,
+            "adamw",
+            "gpu",
+            True,
+        ),
+        on_gpus(
+            2,
+            Layout(dp=2, num_microbatches=3),
+            0.5,
+            "adamw",
+            "gpu",
+            True,
+        ),
     ],
     ids=str,
 )
@@ -217,7 +238,11 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
                 torch.testing.assert_close(run.weights, reference.weights, rtol=0, atol=tolerance)
 
 
-def _fail_and_resume(case: Case, folder: Path, late: bool) -> tuple[Run, Run, list[str]]:
+def _fail_and_resume(
+    case: Case,
+    folder: Path,
+    late: bool,
+) -> tuple[Run, Run, list[str]]:
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     if late:

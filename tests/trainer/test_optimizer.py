@@ -127,7 +127,11 @@ def _one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
 
 
-def _rates(case: Case, kind: str, epochs: int) -> tuple[list[float], float]:
+def _rates(
+    case: Case,
+    kind: str,
+    epochs: int,
+) -> tuple[list[float], float]:
     """Learning rate of each step, and the last one logged."""
     from lightning_megatron import LRSchedule, MegatronModule
 
@@ -185,7 +189,17 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_modules_lr_schedule_ends_with_the_run(epochs: int) -> None:
     # Warm-up 0, 1/2, then from 1 to a tenth, which would be the rate of step 7.
-    expected = [LR * share for share in (0, 0.5, 1, 0.775, 0.55, 0.325)]
+    expected = [
+        LR * share
+        for share in (
+            0,
+            0.5,
+            1,
+            0.775,
+            0.55,
+            0.325,
+        )
+    ]
     case = Case(layout=PP2, steps=6 // epochs, lr=LR)
     used, logged = common_result(_rates, case, "linear", epochs)
     assert used == pytest.approx(expected)

@@ -125,7 +125,11 @@ def _refusals(case: Case) -> list[str]:
         trainer = trainer_of(case)
         before: list[Tensor] = []
 
-        def remember(*_: Any, kept: Any = before, owner: Any = module) -> None:
+        def remember(
+            *_: Any,
+            kept: Any = before,
+            owner: Any = module,
+        ) -> None:
             kept.extend(weight.clone() for weight in owner.parameters())
 
         module.on_train_start = remember
@@ -199,7 +203,11 @@ def test_a_step_needs_exactly_one_pass_of_the_engine() -> None:
 # ---- all hooks -------------------------------------------------------------------------------------------------------
 
 
-def _recording(base: type, names: set[str], called: list[str]) -> type:
+def _recording(
+    base: type,
+    names: set[str],
+    called: list[str],
+) -> type:
     """Subclass of ``base`` that records calls of the hooks ``names``, and does what ``base`` does."""
 
     def hook(name: str) -> Callable[..., Any]:
@@ -299,7 +307,11 @@ def _logged(case: Case, hooks: dict[str, Any]) -> dict[str, list[tuple[int | Non
     values: dict[str, list[tuple[int | None, float]]] = {}
 
     class Recorder(DummyLogger):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        def log_metrics(
+            self,
+            metrics: dict[str, float],
+            step: int | None = None,
+        ) -> None:
             for name, value in metrics.items():
                 values.setdefault(name, []).append((step, float(value)))
 
@@ -336,7 +348,14 @@ def test_overridden_hooks_without_super_lose_no_logged_value() -> None:
 def _refused_hooks(case: Case, names: list[str]) -> list[str]:
     from lightning_megatron import MegatronModule
 
-    kinds = [type("Own", (MegatronModule,), {name: lambda *_: None}) for name in names]
+    kinds = [
+        type(
+            "Own",
+            (MegatronModule,),
+            {name: lambda *_: None},
+        )
+        for name in names
+    ]
     return [refused_fit(case, module_of(case, kind)) for kind in kinds]
 
 

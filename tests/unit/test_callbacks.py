@@ -79,7 +79,11 @@ def loader(rows: int = 4) -> DataLoader[Any]:
     return DataLoader(torch.ones(rows, 1))  # type: ignore[arg-type]
 
 
-def toy_trainer(folder: Path, callbacks: list[Any], **options: Any) -> Trainer:
+def toy_trainer(
+    folder: Path,
+    callbacks: list[Any],
+    **options: Any,
+) -> Trainer:
     steps = {"max_steps": 6, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
     return Trainer(
         default_root_dir=folder,

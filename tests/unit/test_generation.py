@@ -136,7 +136,12 @@ def _ids(*rows: list[int]) -> torch.Tensor:
         (_ids([1] * 50), None, {}, "cut the prompts to 40 tokens"),
     ],
 )
-def test_invalid_prompts_are_refused(input_ids: Any, mask: Any, options: Any, message: str) -> None:
+def test_invalid_prompts_are_refused(
+    input_ids: Any,
+    mask: Any,
+    options: Any,
+    message: str,
+) -> None:
     inputs = (
         {"input_ids": input_ids}
         if mask is None

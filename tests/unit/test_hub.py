@@ -188,11 +188,23 @@ def _train_and_push(case: Case, log: str, fails: bool) -> str:
         def __init__(self, token: Any) -> None:
             assert token == "secret"
 
-        def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+        def create_repo(
+            self,
+            repo_id: str,
+            *,
+            private: bool,
+            exist_ok: bool,
+        ) -> None:
             if fails:
                 raise OSError("401 Client Error: not logged in.\nAnd more")
 
-        def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
+        def create_branch(
+            self,
+            repo_id: str,
+            *,
+            branch: str,
+            exist_ok: bool,
+        ) -> None:
             Path(log, "branch").write_text(branch)
 
         def upload_folder(self, *, folder_path: str, **rest: Any) -> Any:

@@ -116,7 +116,13 @@ def write(
                 state["model" if num_chunks == 1 else f"model{number}"] = _nested(
                     entries, layout, rank, model.width
                 )
-            moments = {0: {"step": 40, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+            moments = {
+                0: {
+                    "step": 40,
+                    "exp_avg": torch.ones(3),
+                    "exp_avg_sq": torch.ones(3),
+                }
+            }
             state["optimizer"] = {
                 "optimizer": {"state": moments},
                 "fp32_from_fp16_params": [[torch.ones(3)]],

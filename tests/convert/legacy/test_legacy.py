@@ -40,9 +40,18 @@ from tests.families.test_gpts import gpt_model
 from tests.parity.comparison import assert_same
 
 LAYERS = 4
-UNEVEN = (((0,),), ((1, 2),), ((3,),))
+UNEVEN = (
+    ((0,),),
+    ((1, 2),),
+    ((3,),),
+)
 INTERLEAVED = (((0,), (2,)), ((1,), (3,)))
-PIPELINES = {"pp1": even(4), "pp2": even(4, 2), "pp3 uneven": UNEVEN, "pp2 vpp2": INTERLEAVED}
+PIPELINES = {
+    "pp1": even(4),
+    "pp2": even(4, 2),
+    "pp3 uneven": UNEVEN,
+    "pp2 vpp2": INTERLEAVED,
+}
 
 
 @functools.cache
@@ -66,7 +75,11 @@ def _bert() -> Any:
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     """The models as loaded from Hugging Face directories, by name."""
     folder = tmp_path_factory.mktemp("references")
-    for name, model in (("gpt2", _gpt2()), ("llama", _llama()), ("bert", _bert())):
+    for name, model in (
+        ("gpt2", _gpt2()),
+        ("llama", _llama()),
+        ("bert", _bert()),
+    ):
         model.save_pretrained(folder / name)
     return {path.name: weights_of(path) for path in folder.iterdir()}
 

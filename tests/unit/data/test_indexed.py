@@ -22,7 +22,11 @@ from tests.unit.data.corpus import INT32, Documents, build, longs, read_document
 check_any = functools.partial(check_dataset, for_training=False)
 
 # Documents of sequences, some of them empty.
-FIRST: Documents = [[[5], [1, 2]], [], [[3]]]
+FIRST: Documents = [
+    [[5], [1, 2]],
+    [],
+    [[3]],
+]
 SECOND: Documents = [
     [],
     [[], [4, 5, 6]],
@@ -320,7 +324,18 @@ def test_description_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     description = describe_dataset(prefix)
 
     bounds = [(0, 0), *((2**bits, 2 ** (bits + 1) - 1) for bits in range(9))]
-    counts = [1, 1, 2, 0, 0, 0, 0, 0, 0, 1]
+    counts = [
+        1,
+        1,
+        2,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
     assert description == {
         "kind": "dataset",
         "prefix": prefix,

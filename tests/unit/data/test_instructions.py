@@ -86,7 +86,14 @@ def _targets(*read: Any) -> list[str]:
     return [text for is_target, text in _parts(*read) if is_target]
 
 
-@pytest.mark.parametrize(("trim_offsets", "bos"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("trim_offsets", "bos"),
+    [
+        (False, False),
+        (True, False),
+        (True, True),
+    ],
+)
 def test_completion_and_end_token_are_targets(
     tmp_path: Path, trim_offsets: bool, bos: bool
 ) -> None:

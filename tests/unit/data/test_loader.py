@@ -112,7 +112,12 @@ def test_worker_randomness_is_reproducible_per_rank_epoch_and_position() -> None
     first = values_of(0, 0)
 
     assert values_of(0, 0) == first
-    flat = [*first, *values_of(1, 0), *values_of(0, 1), *values_of(0, 0, 2)]
+    flat = [
+        *first,
+        *values_of(1, 0),
+        *values_of(0, 1),
+        *values_of(0, 0, 2),
+    ]
     assert len(set(flat)) == len(flat)
 
 

@@ -122,7 +122,12 @@ def test_document_numbers_match_across_keys_and_output_is_not_overwritten(
     tmp_path: Path, tokenizer: Path
 ) -> None:
     (tmp_path / "in").mkdir()
-    rows = [("one", ""), ("", "two"), ("", ""), ("three four", "five")]
+    rows = [
+        ("one", ""),
+        ("", "two"),
+        ("", ""),
+        ("three four", "five"),
+    ]
     lines = [json.dumps({"text": text, "title": title}) for text, title in rows]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     result = _run(tmp_path, tokenizer, json_keys=("title", "text"))

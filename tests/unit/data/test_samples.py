@@ -36,7 +36,13 @@ def _parts(
     weights: Any = None,
     **changes: Any,
 ) -> list[Part]:
-    fields = {"split": "8,1,1", "name": "train", "seed": 1234, "num_samples": None, **changes}
+    fields = {
+        "split": "8,1,1",
+        "name": "train",
+        "seed": 1234,
+        "num_samples": None,
+        **changes,
+    }
     weights = weights or [None] * len(names)
     return [
         Part(prefix=str(folder / name), weight=w, **fields)

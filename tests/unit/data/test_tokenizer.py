@@ -154,7 +154,17 @@ def _byte_level() -> Any:
     from transformers import RobertaTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *alphabet, "at", "\u0120c", "\u0120cat"]
+    pieces = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "<mask>",
+        *alphabet,
+        "at",
+        "\u0120c",
+        "\u0120cat",
+    ]
     merges = [("a", "t"), ("\u0120", "c"), ("\u0120c", "at")]
     return RobertaTokenizer(
         vocab={piece: token for token, piece in enumerate(pieces)}, merges=merges

@@ -27,7 +27,12 @@ def _called(name: str, *arguments: object) -> tuple[types.ModuleType, Any]:
     return owner, cls()
 
 
-def _save(value: object, file: Path, is_zip: bool, *modules: types.ModuleType) -> Path:
+def _save(
+    value: object,
+    file: Path,
+    is_zip: bool,
+    *modules: types.ModuleType,
+) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             for end in range(1, len(parts := module.__name__.split(".")) + 1):

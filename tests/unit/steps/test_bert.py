@@ -25,7 +25,12 @@ MODEL = replace(MODEL, max_position_embeddings=4)
 IDS = torch.tensor([[1, 2, 3], [4, 5, 0]])
 
 
-def _step(task: str, *, binary_head: bool = True, **fields: Any) -> BertTrainStep:
+def _step(
+    task: str,
+    *,
+    binary_head: bool = True,
+    **fields: Any,
+) -> BertTrainStep:
     step = BertTrainStep(binary_head)
     step.bind(replace(MODEL, task=task, **fields))
     return step

@@ -58,7 +58,11 @@ def _qkv(
     ]
 
 
-def _segments(length: int, rows: int = 3, in_runs: bool = False) -> Tensor:
+def _segments(
+    length: int,
+    rows: int = 3,
+    in_runs: bool = False,
+) -> Tensor:
     """Segment ids: documents with padding at the end, padding at the start, and random ids or a single run."""
     segments = torch.ones(rows, length, dtype=torch.int64)
     segments[0, length // 3 :] = 2
@@ -261,7 +265,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> _Calls:
     return counts
 
 
-def _assert_equals_cpu(layer: SDPAttention, qkv: list[Tensor], mask: Tensor | None) -> None:
+def _assert_equals_cpu(
+    layer: SDPAttention,
+    qkv: list[Tensor],
+    mask: Tensor | None,
+) -> None:
     """Compare output and gradients with fp32 on the CPU, which families compare with transformers; ignore padding."""
     out = layer(*qkv, None if mask is None else mask.cuda())
     on_cpu = [x.detach().float().cpu().requires_grad_() for x in qkv]

@@ -114,7 +114,11 @@ def _inputs(padded: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     )
 
 
-def _dense_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _dense_loss(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Losses and the gradient of their weighted sum, in float64 over the true vocabulary."""
     x = logits[..., :VOCAB].double().requires_grad_()
     counted = labels.masked_fill(labels < 0, -100)

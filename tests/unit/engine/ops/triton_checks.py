@@ -334,7 +334,11 @@ def test_fp8_cast_of_matrix_and_transpose_equals_torch(
     x = torch.randint(-7, 8, shape).bfloat16().to(DEVICE)
     x[0, 0] = 7
     amax = torch.full((1,), 7.0, device=DEVICE)
-    for rows, columns in ((True, True), (True, False), (False, True)):
+    for rows, columns in (
+        (True, True),
+        (True, False),
+        (False, True),
+    ):
         expected = fp8._cast(x, dtype, amax, rows=rows, columns=columns)
         outputs = [None if each is None else torch.full_like(each, 1) for each in expected[:2]]
         scale = fp8_cast(x, amax, 1e-30, *outputs)
