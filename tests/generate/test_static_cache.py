@@ -105,7 +105,15 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
     gpu = torch.device("cuda", 0)
     cpu = torch.device("cpu")
     # Frequencies depend on the length; the host counts tokens per expert.
-    dynamic = ("llama_dynamic", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    dynamic = (
+        "llama_dynamic",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "olmoe",
+        "dots1",
+        "glm4_moe",
+    )
     assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
         dynamic
     )
