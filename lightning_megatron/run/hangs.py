@@ -71,7 +71,7 @@ def find_hang(
     if any(beat.stale < min(beat.limit, cap) for beat in awake.values()):
         return None
     hanging = sorted(silent)
-    state = "gives no sign of life (stopped, dead, or in code that holds Python's lock), last"
+    state = "gives no sign of life (stopped, dead, or in code that holds the GIL), last"
     if not hanging:
         hanging = [rank for rank, beat in awake.items() if not beat.is_waiting] or _suspects(awake)
         state = "is"

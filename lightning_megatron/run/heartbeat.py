@@ -14,7 +14,7 @@ and counts as progress
 A second thread writes a ``Beat`` each second to torch.distributed's store, over a connection of its own. It is a second
 thread because torch's client blocks for ever if the rank that serves the store is the one that was stopped. Rank 0 and
 some others, spread over the nodes, read the beats of all ranks; the first verdict counts. A rank whose beats end was
-stopped, or holds Python's lock; among the others, the rank that hangs is the one that does not wait in a collective.
+stopped, or holds the GIL; among the others, the rank that hangs is the one that does not wait in a collective.
 Limits are derived from the run's own medians.
 
 The threads run while the main thread waits in C, and signals are noticed then, too: Python's handlers run in the main

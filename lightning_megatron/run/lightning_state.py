@@ -107,7 +107,7 @@ def check_data_position(lightning_state: dict[str, Any], datamodule: object, pat
         )
     _fit_state(lightning_state).pop("combined_loader", None)
     rank_zero_warn(
-        f"{path} has no position in the data of {expected or 'this loader'}: the training data begins anew"
+        f"{path} has no position in the data of {expected or 'this loader'}: the training data restarts"
     )
 
 

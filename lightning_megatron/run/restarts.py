@@ -19,7 +19,7 @@ from types import FrameType
 
 LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
 """Environment variable: process id of this rank's launcher, with which the rank dies."""
-FIRST_START = "LIGHTNING_MEGATRON_BEGAN"
+FIRST_START = "LIGHTNING_MEGATRON_FIRST_START"
 """Environment variable of a restarted run: time of its first start, in seconds since the epoch."""
 _FINAL_CODES = (0, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes without a restart: success, wrong settings (which a restart does not mend), interrupted, preempted."""

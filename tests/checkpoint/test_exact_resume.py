@@ -238,7 +238,7 @@ def test_resume_reports_other_data_other_layouts_and_finished_runs(tmp_path: Pat
     paths = {"loader": tmp_path / "loader.ckpt", "module": tmp_path / "module.ckpt"}
     for run, path in zip((LOADER, MODULE), paths.values(), strict=True):
         run_ranks(train, 1, run, path)
-    restart = "the training data begins anew"
+    restart = "the training data restarts"
     kind = "expected Mine, got DatasetDataModule; resume with the same kind"
     sizes = "was written at tp=1 pp=1 vpp=1 cp=1 dp=1 and this run is at tp=2 pp=1 vpp=1 cp=1 dp=1"
     for saved, run, steps, expected in (
