@@ -124,7 +124,11 @@ def require_number(
         raise ConfigError(f"{name}={value} must be at most {at_most}; correct {name}")
 
 
-def require_choice(name: str, value: object, choices: Collection[str]) -> None:
+def require_choice(
+    name: str,
+    value: object,
+    choices: Collection[str],
+) -> None:
     """Check that an option is one of ``choices``.
 
     Args:
@@ -142,7 +146,11 @@ def require_choice(name: str, value: object, choices: Collection[str]) -> None:
 Options = TypeVar("Options")
 
 
-def as_options(kind: type[Options], value: Options | Mapping[str, Any], name: str) -> Options:
+def as_options(
+    kind: type[Options],
+    value: Options | Mapping[str, Any],
+    name: str,
+) -> Options:
     """``value`` as an instance of ``kind``; a mapping of its fields is accepted, e.g. hyper-parameters of a checkpoint.
 
     Raises:
@@ -182,7 +190,12 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *large})
 
 
-def require_divides(divisor_name: str, divisor: int, dividend_name: str, dividend: int) -> None:
+def require_divides(
+    divisor_name: str,
+    divisor: int,
+    dividend_name: str,
+    dividend: int,
+) -> None:
     """Check that ``divisor`` divides ``dividend``; the one message of every divisibility check.
 
     Args:

@@ -367,7 +367,11 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None and self.adaptation.source is not None:
             load_adapter(chunks, self.model_config, self.adaptation.source)
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(
+        self,
+        batch: dict[str, torch.Tensor],
+        batch_idx: int,
+    ) -> torch.Tensor:
         """Compute the gradients of one optimizer step; returns the loss, the same on every rank."""
         self._step_lr = self._current_lr()  # Lightning steps the schedule before on_train_batch_end
         output = self.megatron.forward_backward(batch, self.train_step)
@@ -375,13 +379,19 @@ class MegatronModule(pl.LightningModule):
         return output.loss
 
     def validation_step(
-        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+        self,
+        batch: dict[str, torch.Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> torch.Tensor:
         """Compute the loss of one batch; ``val_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("val", batch, dataloader_idx)
 
     def test_step(
-        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+        self,
+        batch: dict[str, torch.Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> torch.Tensor:
         """Compute the loss of one batch; ``test_loss`` is the mean over all targets of the epoch."""
         return self._evaluate("test", batch, dataloader_idx)
@@ -446,7 +456,11 @@ class MegatronModule(pl.LightningModule):
         self._log_losses(stage, output, on_step=False)
         return output.loss
 
-    def _metrics_of(self, stage: str, dataloader_idx: int) -> dict[str, Metric]:
+    def _metrics_of(
+        self,
+        stage: str,
+        dataloader_idx: int,
+    ) -> dict[str, Metric]:
         """Metrics of the current epoch; created on first use, when the objective has seen a batch."""
         key = stage, dataloader_idx
         if key not in self._metrics:
@@ -456,7 +470,12 @@ class MegatronModule(pl.LightningModule):
             }
         return self._metrics[key]
 
-    def _log_metrics_of_set(self, stage: str, metrics: dict[str, Metric], suffix: str) -> None:
+    def _log_metrics_of_set(
+        self,
+        stage: str,
+        metrics: dict[str, Metric],
+        suffix: str,
+    ) -> None:
         device = self.megatron.root_device
         # On GPUs Lightning evaluates in inference mode, whose tensors the next epoch could not update.
         with torch.inference_mode(False), torch.no_grad():
@@ -475,7 +494,13 @@ class MegatronModule(pl.LightningModule):
             for metric in metrics.values():
                 metric.reset()
 
-    def _log_losses(self, stage: str, output: StepOutput, *, on_step: bool) -> None:
+    def _log_losses(
+        self,
+        stage: str,
+        output: StepOutput,
+        *,
+        on_step: bool,
+    ) -> None:
         """Log the loss and each of its terms; epoch means weight every batch by its number of targets."""
         weight: Any = 1
         if not on_step:
@@ -573,7 +598,10 @@ class MegatronModule(pl.LightningModule):
             return model.generate(inputs, options, self._special_tokens, on_tokens)
 
     def predict_step(
-        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+        self,
+        batch: dict[str, torch.Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> torch.Tensor | None:
         """Continue the prompts of one batch with the options ``generation``; each replica has its own batches.
 
@@ -717,7 +745,10 @@ class MegatronModule(pl.LightningModule):
     # ---- export ----------------------------------------------------------------------------------------------------
 
     def save_pretrained(
-        self, save_directory: str | Path, max_shard_size: str | int = "5GB", merge: bool = False
+        self,
+        save_directory: str | Path,
+        max_shard_size: str | int = "5GB",
+        merge: bool = False,
     ) -> None:
         """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
 

@@ -78,7 +78,11 @@ def gather_predictions(trainer: pl.Trainer, predictions: Sequence[Any] | None) -
     return _gather(loaders[0], predictions, strategy)
 
 
-def _gather(loader: Any, predictions: Sequence[Any], strategy: _HasTopology) -> list[Any]:
+def _gather(
+    loader: Any,
+    predictions: Sequence[Any],
+    strategy: _HasTopology,
+) -> list[Any]:
     """All-gather the predictions of one loader, in dataset order. Collective over the world."""
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(

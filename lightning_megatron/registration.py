@@ -76,7 +76,10 @@ class _RegisterAfterImport(MetaPathFinder):
     """Import hook that registers the strategy names right after the import of Lightning's registry."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Find the registry with the other finders, and extend its loader; None for any other module."""
         if fullname != _REGISTRY_MODULE:
@@ -163,7 +166,10 @@ class _FormerHomes(MetaPathFinder):
         self._homes = homes
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Find a former home with the other finders, or make an empty module; None for any other module."""
         if fullname not in FORMER_HOMES:

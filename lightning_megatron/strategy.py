@@ -552,7 +552,10 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+        self,
+        batch: Any,
+        device: torch.device | None = None,
+        dataloader_idx: int = 0,
     ) -> Any:
         stage = self._module.trainer.state.stage
         check = None
@@ -721,7 +724,11 @@ class MegatronStrategy(DDPStrategy):
         }
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+    ) -> None:
         """Load what ``lightning_module_state_dict`` returned; the chunks are loaded by each rank from its shards."""
         keys = self._module.load_state_dict(checkpoint["state_dict"], strict=False)
         missing = [name for name in keys.missing_keys if not name.startswith("model_chunks.")]
@@ -733,7 +740,10 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any | None = None,
     ) -> None:
         self.checkpointing.save(checkpoint, filepath)
 

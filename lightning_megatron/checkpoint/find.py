@@ -185,7 +185,10 @@ def find_complete(
 
 
 def find_newest(
-    path: str | Path, step: int | None = None, *, to_resume: bool = False
+    path: str | Path,
+    step: int | None = None,
+    *,
+    to_resume: bool = False,
 ) -> CheckpointInfo:
     """The checkpoint ``path``, or the one with most steps in the directory ``path``.
 

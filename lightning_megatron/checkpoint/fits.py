@@ -59,7 +59,11 @@ VISIBLE_IN_WEIGHTS = {
 rows of the vocabulary."""
 
 
-def check_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+def check_fits(
+    run: RunState,
+    meta: Mapping[str, Any],
+    path: Path,
+) -> None:
     """Raise unless ``run`` can continue from the checkpoint at ``path``.
 
     Raises:

@@ -248,7 +248,11 @@ def _load_strictly(
 
 
 @torch.no_grad()
-def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+def _load_what_fits(
+    run: RunState,
+    meta: Mapping[str, Any],
+    path: Path,
+) -> None:
     """Load the weights that both model and checkpoint have, and of vocabularies the rows of tokens that both have.
 
     megatron-core 0.16.1 (dist_checkpointing/strategies/torch.py) sets all rows to zero before it reads those that are
@@ -284,7 +288,11 @@ def _load_what_fits(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def _surplus(more: int, fewer: int, names: Iterable[str]) -> list[str]:
+def _surplus(
+    more: int,
+    fewer: int,
+    names: Iterable[str],
+) -> list[str]:
     """Rows that a vocabulary of ``more`` tokens has beyond one of ``fewer``, as a warning names them."""
     if more <= fewer:
         return []

@@ -108,7 +108,12 @@ def stand_in(name: str) -> type[StandIn]:
     return type(last, (StandIn,), {"__module__": module})
 
 
-def read_pickle(file: Path | io.BytesIO, *, foreign: bool = True, name: str = "") -> Any:
+def read_pickle(
+    file: Path | io.BytesIO,
+    *,
+    foreign: bool = True,
+    name: str = "",
+) -> Any:
     """Read the object in a file of ``torch.save`` (pickle protocol 2, its default), with tensors on the CPU.
 
     Args:
@@ -196,7 +201,12 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-def check_archive(stream: BinaryIO, offset: int, length: int, name: str) -> None:
+def check_archive(
+    stream: BinaryIO,
+    offset: int,
+    length: int,
+    name: str,
+) -> None:
     """Check a tensor of ``torch.save`` within a file, which another program is going to load.
 
     Args:
@@ -233,7 +243,11 @@ def _archive_pickle(opened: BinaryIO, size: int) -> io.BytesIO:
     return io.BytesIO(reader.get_record("data.pkl"))  # found as torch.load will find it
 
 
-def _resolve_globals(pickled: BinaryIO, num_pickles: int, foreign: bool) -> list[tuple[Any, str]]:
+def _resolve_globals(
+    pickled: BinaryIO,
+    num_pickles: int,
+    foreign: bool,
+) -> list[tuple[Any, str]]:
     """Map globals of pickles to their replacements, without executing an instruction, as pairs (object, name).
 
     Raises:
@@ -264,7 +278,11 @@ class _Operand:
     """Items of a tuple; None for other objects."""
 
 
-def scan_pickle(pickled: BinaryIO, *, max_protocol: int = pickle.HIGHEST_PROTOCOL) -> list[str]:
+def scan_pickle(
+    pickled: BinaryIO,
+    *,
+    max_protocol: int = pickle.HIGHEST_PROTOCOL,
+) -> list[str]:
     """Follow the instructions of a pickle without executing them; leaves ``pickled`` behind its end.
 
     Python's unpickler allocates a memo as large as the largest index in it, computes the hash of a tuple anew for each
@@ -325,7 +343,11 @@ def _pop_operands(opcode: pickletools.OpcodeInfo, stack: list[_Operand | None]) 
     return [operand for operand in reversed(operands) if operand is not None]
 
 
-def _apply(name: str, argument: Any, operands: list[_Operand]) -> _Operand:
+def _apply(
+    name: str,
+    argument: Any,
+    operands: list[_Operand],
+) -> _Operand:
     """Result of an instruction.
 
     Raises:

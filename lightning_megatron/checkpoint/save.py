@@ -404,7 +404,11 @@ def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, 
     return planner.create_local_plan(), planner, common
 
 
-def _stage(plan: Any, planner: Any, memory: HostMemory) -> dict[str, Shards]:
+def _stage(
+    plan: Any,
+    planner: Any,
+    memory: HostMemory,
+) -> dict[str, Shards]:
     """Copy this rank's shards to host memory, and return them by file name."""
     buckets = list(filter(None, _split_by_size_and_type(_FILES_PER_RANK, plan.items)))
     copies = iter(memory.copy(_tensors(itertools.chain(*buckets), planner)))

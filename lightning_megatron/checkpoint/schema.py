@@ -164,7 +164,12 @@ def _check_loaders(states: Any, path: Path) -> None:
         raise _damaged(path, "fit_loop", "combined_loader", "a list of dicts", states)
 
 
-def _check_like(found: Any, expected: Any, path: Path, name: str) -> None:
+def _check_like(
+    found: Any,
+    expected: Any,
+    path: Path,
+    name: str,
+) -> None:
     """Check that a value has the keys of an expected one, with numbers where that has numbers."""
     if not isinstance(expected, Mapping):
         if isinstance(expected, int) and not isinstance(found, int):
@@ -178,7 +183,11 @@ def _check_like(found: Any, expected: Any, path: Path, name: str) -> None:
         _check_like(found[key], value, path, f"{name}.{key}")
 
 
-def _require_names(content: Mapping[Any, Any], name: str, path: Path) -> None:
+def _require_names(
+    content: Mapping[Any, Any],
+    name: str,
+    path: Path,
+) -> None:
     for key in content:
         if not isinstance(key, str):
             raise _damaged(path, "meta.pt", name, "names as keys", key)
@@ -199,7 +208,13 @@ def _require(
         raise _damaged(path, where, name, expected, value)
 
 
-def _damaged(path: Path, where: str, name: str, expected: str, value: Any) -> CheckpointError:
+def _damaged(
+    path: Path,
+    where: str,
+    name: str,
+    expected: str,
+    value: Any,
+) -> CheckpointError:
     got = repr(value)[:50]
     if isinstance(value, (Mapping, list, torch.Tensor)):
         got = f"a {type(value).__name__}"

@@ -98,7 +98,11 @@ def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     return state
 
 
-def sharded_state(run: RunState, *, is_loading: bool = False) -> dict[str, Any]:
+def sharded_state(
+    run: RunState,
+    *,
+    is_loading: bool = False,
+) -> dict[str, Any]:
     """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
     state = sharded_weights(run.chunks, run.part)
     if run.optimizer is not None:

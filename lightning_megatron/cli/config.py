@@ -172,7 +172,11 @@ def _template(name: str, output: Path) -> str:
     return text.replace(f"configs/{name}.yaml", shlex.quote(str(output)))
 
 
-def _how_to_run(output: Path, settings: Mapping[str, Any], launch: Mapping[str, str]) -> str:
+def _how_to_run(
+    output: Path,
+    settings: Mapping[str, Any],
+    launch: Mapping[str, str],
+) -> str:
     """Command lines that launch the run; ``launch`` has Accelerate's rendezvous options."""
     fit = f"fit --config {shlex.quote(str(output))}"
     start = "  "

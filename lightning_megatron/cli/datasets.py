@@ -75,7 +75,11 @@ def convert_dataset(*, input: str | Path, output_prefix: str | Path) -> None:
     _print_merged(convert_dataset(str(input), str(output_prefix)), [input])
 
 
-def merge(*, input: Sequence[str | Path], output_prefix: str | Path) -> None:
+def merge(
+    *,
+    input: Sequence[str | Path],
+    output_prefix: str | Path,
+) -> None:
     """Merge several indexed datasets into one.
 
     Keeps the given order, documents and tokens; writes the mmap format, with the smallest dtype that holds all tokens.

@@ -111,7 +111,11 @@ def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
         yield name, state, "for preprocess", "pip install 'lightning-megatron[data]'"
 
 
-def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> str:
     table = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table.insert(1, ["-" * width for width in widths])

@@ -172,7 +172,12 @@ def _predict(
                 )
             loading.fill()
 
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        def predict_step(
+            self,
+            batch: Any,
+            batch_idx: int,
+            dataloader_idx: int = 0,
+        ) -> None:
             writes = self.trainer.is_global_zero
             sequences: Any
             if streams:
@@ -247,7 +252,11 @@ def _with_special_tokens(
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def read_prompts(texts: Sequence[str] | None, file: Path | None, num_processes: int) -> list[str]:
+def read_prompts(
+    texts: Sequence[str] | None,
+    file: Path | None,
+    num_processes: int,
+) -> list[str]:
     """Prompts of the command line, or the non-empty lines of a file.
 
     Args:
@@ -310,7 +319,11 @@ class TextWriter:
     _num_done: int = 0
     _num_shown: int = 0
 
-    def add(self, batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
+    def add(
+        self,
+        batch: dict[str, torch.Tensor],
+        tokens: torch.Tensor,
+    ) -> None:
         """Stream one more token of a single completion: [1], -1 once it is finished."""
         from lightning_megatron.generate.text import decode_completion
 
@@ -319,7 +332,11 @@ class TextWriter:
         completion = decode_completion(self.tokenizer, prompt, self._new)
         self._write(self._format(completion).rstrip(_REPLACEMENT_CHARACTER))
 
-    def end(self, batch: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
+    def end(
+        self,
+        batch: dict[str, torch.Tensor],
+        sequences: torch.Tensor,
+    ) -> None:
         """Write the completions of a batch, or the rest of the streamed one."""
         from lightning_megatron.generate.text import decode_completions
 

@@ -186,7 +186,11 @@ def _dtype(tensor: Stored) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _as_text(source: Source, facts: Mapping[str, Any], files: str) -> str:
+def _as_text(
+    source: Source,
+    facts: Mapping[str, Any],
+    files: str,
+) -> str:
     """Format facts, totals and weights; weights whose names differ only in indices share a line."""
     rows = [("kind", source.kind)]
     for name, value in facts.items():

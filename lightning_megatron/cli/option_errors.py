@@ -45,7 +45,11 @@ class _Mistake(NamedTuple):
     reason: str
 
 
-def explain(error: Exception, arguments: Sequence[str], options: Collection[str]) -> str:
+def explain(
+    error: Exception,
+    arguments: Sequence[str],
+    options: Collection[str],
+) -> str:
     """Explain an error of jsonargparse in one line, with file and line, and a suggestion.
 
     Args:

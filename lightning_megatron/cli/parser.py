@@ -135,7 +135,11 @@ def _is_known(flag: str, flags: Sequence[str]) -> bool:
     return any(known.startswith(flag) for known in flags)
 
 
-def add_command(commands: _Commands, name: str, function: Callable[..., None]) -> None:
+def add_command(
+    commands: _Commands,
+    name: str,
+    function: Callable[..., None],
+) -> None:
     """Add a command whose options are the parameters of ``function``, or the fields of its dataclass parameters.
 
     Help is taken from docstrings: summary, description and examples of the function, and its ``Args:`` or the docstring

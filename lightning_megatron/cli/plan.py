@@ -194,7 +194,11 @@ def _pp(run: PlannedRun) -> str:
     )
 
 
-def _yaml(best: Plan, model: str | dict[str, str], options: PlanOptions) -> str:
+def _yaml(
+    best: Plan,
+    model: str | dict[str, str],
+    options: PlanOptions,
+) -> str:
     """Configuration for ``fit`` with the fastest layout; its data path is a placeholder."""
     from lightning_megatron.engine.parallel import UNEVEN_STAGES, ParallelConfig
 

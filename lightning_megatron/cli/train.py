@@ -113,7 +113,11 @@ class MegatronCLI(LightningCLI):
         run: Whether to run the sub-command in the first argument; otherwise the objects are only instantiated.
     """
 
-    def __init__(self, args: list[str], run: bool = True) -> None:
+    def __init__(
+        self,
+        args: list[str],
+        run: bool = True,
+    ) -> None:
         self._user_errors: list[Exception] = []
         parser_kwargs: dict[str, Any] = {
             name: {"exit_on_error": False} for name in self.subcommands()
@@ -223,7 +227,12 @@ class MegatronCLI(LightningCLI):
                 )
             raise ConfigError(message) from error
 
-    def _instantiate(self, class_type: type, *args: Any, **kwargs: Any) -> Any:
+    def _instantiate(
+        self,
+        class_type: type,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call a constructor and record its user error, which jsonargparse buries for options of several types."""
         try:
             return class_type(*args, **kwargs)

@@ -199,7 +199,11 @@ class Checkpointing:
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     @progress.saving()
-    def save(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+    ) -> None:
         """Save the run and Lightning's dict, after a save that is still in progress; every rank must call.
 
         Raises:
@@ -584,7 +588,11 @@ class Checkpointing:
             self._loader_state = position
         return loaded
 
-    def roll_back(self, *, before: int) -> dict[str, Any] | None:
+    def roll_back(
+        self,
+        *,
+        before: int,
+    ) -> dict[str, Any] | None:
         """Load this run's newest checkpoint from before a step, during training; every rank must call.
 
         Weights, optimizer, random states and learning rates are restored; samples and step count go on.

@@ -86,7 +86,11 @@ def report_as(error: BaseException, line: str) -> None:
     """Print ``line`` instead of a traceback if nobody catches ``error``."""
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException],
+        value: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
         if value is error:
             print(line, file=sys.stderr, flush=True)
         else:

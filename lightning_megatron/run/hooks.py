@@ -111,7 +111,11 @@ def _check_before_transfer(part: object) -> None:
         )
 
 
-def check_returned_loss(module: object, returned: Any, losses: Sequence[EngineLoss]) -> None:
+def check_returned_loss(
+    module: object,
+    returned: Any,
+    losses: Sequence[EngineLoss],
+) -> None:
     """Check that ``training_step`` returned the loss whose gradients the engine has computed.
 
     Args:

@@ -63,7 +63,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Start the other ranks and call ``function``; they die with this process, which waits for them when it exits.
 

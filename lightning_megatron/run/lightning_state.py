@@ -84,7 +84,11 @@ def _fit_state(lightning_state: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def check_data_position(lightning_state: dict[str, Any], datamodule: object, path: Path) -> None:
+def check_data_position(
+    lightning_state: dict[str, Any],
+    datamodule: object,
+    path: Path,
+) -> None:
     """Check whether a checkpoint's position in the training data is of this run's kind of data; drop it otherwise.
 
     Raises:

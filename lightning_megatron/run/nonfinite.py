@@ -104,7 +104,11 @@ def _nonfinite(chunks: Iterable[Any]) -> list[Key]:
     return list(dict.fromkeys(key for key, ok in zip(keys, finite, strict=True) if not ok))
 
 
-def _problem(key: Key, origin: WeightOrigin | None, model: ModelConfig | None) -> str:
+def _problem(
+    key: Key,
+    origin: WeightOrigin | None,
+    model: ModelConfig | None,
+) -> str:
     expected = f"weight {key}: expected finite numbers, got NaN or infinite ones"
     if origin is None:
         return f"{expected} since an earlier step or run; begin from before it, with a lower learning rate"

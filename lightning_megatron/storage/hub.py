@@ -150,7 +150,11 @@ def _download_command(repo: str, revision: str | None) -> str:
     return command
 
 
-def _find_cached(repo: str, revision: str | None, needed: Needed) -> Path | None:
+def _find_cached(
+    repo: str,
+    revision: str | None,
+    needed: Needed,
+) -> Path | None:
     from huggingface_hub import snapshot_download  # its HTTP client costs a second
 
     try:

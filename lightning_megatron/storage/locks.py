@@ -19,7 +19,11 @@ from lightning_megatron.errors import ConfigError
 class FolderLock:
     """Exclusive ``flock`` on a directory being written; released when the process ends."""
 
-    def __init__(self, folder: Path, error: type[ConfigError] = ConfigError) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        error: type[ConfigError] = ConfigError,
+    ) -> None:
         """Lock ``folder``; does nothing on a file system without locks.
 
         Raises:
