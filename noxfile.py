@@ -5,6 +5,8 @@ python3 -m nox -s quickstart    # train a GPT-2 on real text with tp=2, pp=2, in
 python3 -m nox -s tests         # all required checks: tests, lint, types
 """
 
+import csv
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 ROOT = Path(__file__).parent
 WORK = ROOT / "quickstart"
+TEXT = "examples/data/shakespeare.jsonl.gz"
 HAS_GPU = shutil.which("nvidia-smi") is not None
 # Without a GPU, a version that has a CPU build:
 # the default build comes with gigabytes of CUDA libraries.
@@ -115,6 +118,80 @@ def engines(session: nox.Session, engine: str) -> None:
 
 
 @nox.session
+def prereleases(session: nox.Session) -> None:
+    """Run the core tests with the newest pre-releases of Lightning, transformers and Megatron-Core (on GPUs of torch).
+
+    Whatever this package requires: what its requirements exclude is what this looks at.
+    """
+    install(session, "test")
+    names = ["lightning", "transformers", "megatron-core"]
+    if HAS_GPU:
+        names.append("torch")
+    session.install("--no-compile", "--pre", "--upgrade", *names)
+    session.run("python", "-m", "pip", "list")
+    folders = ("parity", "checkpoint", "trainer", "generate", "convert", "unit/engine")
+    session.run(
+        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
+    )
+
+
+@nox.session
+def notebook(session: nox.Session) -> None:
+    """Run notebooks/quickstart.ipynb, which installs the wheel that this session builds.
+
+    With --save FILE (after --), the notebook with its outputs is written there.
+    """
+    session.install("--no-compile", TORCH, "nbclient>=0.10", "ipykernel>=6.29")
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "lightning-megatron")
+    work = Path(session.create_tmp()).resolve()
+    wheels = work / "wheels"
+    folder = work / "notebook"
+    for path in (wheels, folder):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+    session.run(
+        "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(wheels), str(ROOT)
+    )
+    # The first cell finds the wheel beside the index, and the program that runs it does not see the clone.
+    links = f"{wheels} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
+    session.run(
+        "python",
+        str(ROOT / "tests" / "run_notebook.py"),
+        str(folder),
+        *session.posargs,
+        env={"PIP_FIND_LINKS": links, "PYTHONDONTWRITEBYTECODE": ""},
+    )
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build sdist and wheel, check them, and train with the wheel in a fresh environment; uploads nothing."""
+    session.install("build>=1.2", "twine>=6")
+    work = Path(session.create_tmp()).resolve()
+    dist = work / "dist"
+    fresh = work / "fresh"
+    run = work / "run"
+    for path in (dist, fresh, run):
+        shutil.rmtree(path, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(dist), str(ROOT))
+    files = sorted(str(path) for path in dist.iterdir())
+    session.run("twine", "check", "--strict", *files)
+    session.run("python", "-m", "venv", str(fresh))
+    program = str(fresh / "bin" / "lightning-megatron")
+    (wheel,) = dist.glob("*.whl")
+    python = str(fresh / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", TORCH, str(wheel), external=True)
+    run.mkdir()
+    session.chdir(run)  # not in the clone, whose package would be imported
+    make_dataset(session, program, str(ROOT / TEXT))
+    config = str(ROOT / "configs" / "gpt2_tiny_cpu.yaml")
+    steps = ("--trainer.max_steps", "20", "--trainer.val_check_interval", "10")
+    session.run(program, "fit", "--config", config, *steps, external=True)
+    generate(session, program, "quickstart/runs/gpt2_tiny/version_0/checkpoints/last.ckpt")
+    session.log(f"ready to upload: {' '.join(files)}")
+
+
+@nox.session
 def convert_peers(session: nox.Session) -> None:
     """Compare conversion of legacy Megatron-LM checkpoints with old transformers' scripts, in separate environments."""
     install(session, "test")
@@ -148,7 +225,7 @@ def docs(session: nox.Session) -> None:
     pages = Path(session.create_tmp()) / "pages"
     shutil.rmtree(pages, ignore_errors=True)
     pages.mkdir()
-    for name in ("docs", "configs", "examples", "recipes", "benchmarks"):
+    for name in ("docs", "configs", "examples", "recipes", "notebooks", "benchmarks"):
         shutil.copytree(ROOT / name, pages / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, pages)
@@ -183,56 +260,97 @@ def quickstart(session: nox.Session) -> None:
     """Train a GPT-2 on text with tp=2, pp=2, resume it with tp=1, pp=2, and generate text."""
     install(session)
     shutil.rmtree(WORK, ignore_errors=True)
-    text, tokenizer = "examples/data/shakespeare.jsonl.gz", "quickstart/tokenizer"
-    fit = ("lightning-megatron", "fit", "--config", "configs/gpt2_tiny_cpu.yaml", *session.posargs)
+    program = "lightning-megatron"
+    fit = (program, "fit", "--config", "configs/gpt2_tiny_cpu.yaml", *session.posargs)
     first, second = (
         f"quickstart/runs/gpt2_tiny/version_{run}/checkpoints/last.ckpt" for run in (0, 1)
     )
 
-    session.log(f"1/5 train a byte-level BPE with 2,048 entries on {text}")
-    session.run(
-        *(
-            "lightning-megatron",
-            "train-tokenizer",
-            "--input",
-            text,
-            "--vocab-size",
-            "2048",
-            "--output",
-            tokenizer,
-        )
-    )
+    session.log(f"1/4 train a byte-level BPE with 2,048 entries on {TEXT}, and tokenize the text")
+    make_dataset(session, program, TEXT)
 
-    session.log("2/5 preprocess the text into an indexed dataset")
-    session.run(
-        *(
-            "lightning-megatron",
-            "preprocess",
-            "--input",
-            text,
-            "--output-prefix",
-            "quickstart/shakespeare",
-        ),
-        *("--tokenizer", tokenizer, "--append-eod"),
+    session.log(
+        "2/4 train a small GPT-2 with tp=2, pp=2 in four processes; each imports PyTorch, Lightning and Megatron-Core"
+        " before it prints anything, on a busy machine for half a minute"
     )
-
-    session.log("3/5 train a small GPT-2 with tp=2, pp=2 in four processes")
     session.run(*fit)
 
-    session.log("4/5 resume it with tp=1, pp=2 in two processes for 20 more steps")
+    session.log(
+        "3/4 resume it with tp=1, pp=2 in two processes for 20 more steps; imports come first again"
+    )
     session.run(
         *(*fit, "--ckpt_path", first, "--trainer.strategy.tp", "1", "--trainer.devices", "2"),
         *("--trainer.max_steps", "220", "--trainer.val_check_interval", "20"),
     )
 
-    session.log("5/5 generate text")
-    session.run(
-        *("lightning-megatron", "generate", "--checkpoint", second, "--tokenizer", tokenizer),
-        *("--prompt", "ROMEO:", "JULIET:", "KING RICHARD III:"),
-        *("--max-new-tokens", "60", "--temperature", "0.7", "--top-k", "40"),
-    )
+    session.log("4/4 generate text; after the imports, 60 tokens for each of three prompts")
+    generate(session, program, second)
+    session.log(f"validation loss: {', '.join(validation_losses())}")
     for picture in sorted(WORK.rglob("*.png")):
         session.log(f"loss curve: {picture.relative_to(ROOT)}")
+    session.log(f"losses by step: tensorboard --logdir {(WORK / 'runs').relative_to(ROOT)}")
+    session.log("more: examples/README.md, and your own text in docs/training.md")
+
+
+def validation_losses() -> list[str]:
+    """Each validation of the quickstart: its loss and step."""
+    found = []
+    for file in sorted(WORK.rglob("metrics.csv")):
+        with file.open() as lines:
+            rows = [row for row in csv.DictReader(lines) if row["val_loss"]]
+        found += [f"{float(row['val_loss']):.3f} at step {row['step']}" for row in rows]
+    return found
+
+
+def make_dataset(session: nox.Session, program: str, text: str) -> None:
+    """Train a tokenizer on the text, and make an indexed dataset of it, in the folder quickstart."""
+    tokenizer = "quickstart/tokenizer"
+    session.run(
+        program,
+        "train-tokenizer",
+        "--input",
+        text,
+        "--vocab-size",
+        "2048",
+        "--output",
+        tokenizer,
+        external=True,
+    )
+    session.run(
+        program,
+        "preprocess",
+        "--input",
+        text,
+        "--output-prefix",
+        "quickstart/shakespeare",
+        "--tokenizer",
+        tokenizer,
+        "--append-eod",
+        external=True,
+    )
+
+
+def generate(session: nox.Session, program: str, checkpoint: str) -> None:
+    """Generate text with a checkpoint of the small GPT-2."""
+    session.run(
+        program,
+        "generate",
+        "--checkpoint",
+        checkpoint,
+        "--tokenizer",
+        "quickstart/tokenizer",
+        "--prompt",
+        "ROMEO:",
+        "JULIET:",
+        "KING RICHARD III:",
+        "--max-new-tokens",
+        "60",
+        "--temperature",
+        "0.7",
+        "--top-k",
+        "40",
+        external=True,
+    )
 
 
 def check_style(session: nox.Session) -> None:

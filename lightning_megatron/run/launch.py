@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning.fabric.utilities import rank_zero_info
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
@@ -97,6 +98,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 self._check(strategy, trainer, arguments["datamodule"])
                 os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
+                self._announce_other_ranks()
                 result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
         except Exception as error:
             self._report_killed_ranks(error)
@@ -110,6 +112,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             raise
         ScriptLauncher._has_failed = False
         return result
+
+    def _announce_other_ranks(self) -> None:
+        """Say what the next ten seconds or more are for: nothing else is printed until all ranks have met."""
+        others = self.num_processes - 1
+        if others:
+            rank_zero_info(
+                f"Starting {others} more process{'es' * (others > 1)}, each of which imports PyTorch, Lightning and"
+                " Megatron-Core first"
+            )
 
     def _check(
         self,

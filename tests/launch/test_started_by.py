@@ -63,7 +63,10 @@ with open(f"rank_{rank}.txt", "a") as file:
 if end == "an exception" and rank == 0:
     raise RuntimeError("rank 0 alone")
 # Its weights are loaded by modules of transformers that nothing has imported yet.
-Trainer(strategy=MegatronStrategy(), **options).predict(MegatronModule(model="exported", pretrained=True), loader)
+exported = MegatronModule(model="exported", pretrained=True)
+trainer = Trainer(strategy=MegatronStrategy(), **options)
+trainer.validate(exported, loader, verbose=False)
+trainer.predict(exported, loader)
 if rank == 1:
     time.sleep(2)
     Path("after").touch()
@@ -160,6 +163,9 @@ def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_
     assert not any(codes), printed
     for noise in ("Warning", "is deprecated", "💡"):
         assert noise not in printed, printed
+    assert printed.count("Starting 1 more process, ") == (how == "lightning"), printed
+    # Lightning's warning about two replicas: once, not once per rank.
+    assert printed.count("During `trainer.validate()`") == 1, printed
     # One line: the script ran once in each rank. The loss is the same on both ranks.
     losses = [(tmp_path / f"rank_{rank}.txt").read_text().split() for rank in (0, 1)]
     assert losses[0] == losses[1]
