@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_megatron.checkpoint.meta import (
     COMMON,
     META,
+    TABLE,
     check_backends,
     check_complete,
     load_meta,
@@ -198,6 +199,8 @@ class StrategySource(DistributedSource):
     def __init__(self, path: Path) -> None:
         """Also read the metadata that the run saved; see ``DistributedSource``."""
         check_complete(path)
+        if (path / CHECKSUMS).is_file():  # older checkpoints have none
+            verify_checksums(path, only=(TABLE, META))
         super().__init__(path)
         meta = load_meta(path)
         self._meta = meta

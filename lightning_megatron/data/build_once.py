@@ -88,7 +88,7 @@ def _read_fingerprint(folder: Path) -> str | None:
     """Fingerprint of an index; None if the directory is missing or damaged."""
     if not folder.is_dir():
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
         files = []
         for entry in os.scandir(folder):
             stat = entry.stat()

@@ -103,6 +103,8 @@ class GPTObjective(Objective):
             np.asarray(indices, dtype=np.int64),
         )
         ends = np.cumsum(counts)
+        if counts.min() < 0 or ends[-1] > len(pieces) * width:
+            raise IndexError(f"expected at most {width} tokens a sample, got other bounds")
         positions = np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1])
         text = dataset.tokens[positions].astype(np.int64)
         if len(text) < len(pieces) * width:

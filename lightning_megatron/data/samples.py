@@ -192,7 +192,9 @@ class IndexedSamples:
                 indices,
                 self.part.seed,
             )
-        except IndexError as error:
+        except DataError:
+            raise
+        except (IndexError, ValueError) as error:
             raise DataError(
                 f"{self.part.prefix}: its cached index names samples that it does not have ({error}): it was changed"
                 " with its checksums; delete the directory of the index"

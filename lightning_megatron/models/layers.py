@@ -159,9 +159,12 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
         params["width"] = width
         params["uses_second_angles"] = model.has_window(layer)
         params["factor"] = factor
-    q_norm = k_norm = None
+    q_norm: Any = None
+    k_norm: Any = None
     if model.qk_layernorm_after_rotary:
         module = NormAfterRotaryAttention
+        # megatron-core 0.19, transformer/attention.py, wants norms for ``qk_layernorm``, which the tp group needs.
+        q_norm = k_norm = IdentityOp
     elif model.qk_layernorm:
         q_norm = _head_norm(model, model.num_attention_heads)
         k_norm = _head_norm(model, model.num_query_groups)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,17 +62,24 @@ def write_checksums(folder: Path, files: Mapping[str, FileChecksums]) -> None:
         stream.write(json.dumps(content).encode())
 
 
-def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+def verify_checksums(
+    folder: Path,
+    share: tuple[int, int] = (0, 1),
+    only: Collection[str] | None = None,
+) -> None:
     """Verify the checksums of a checkpoint, or of one share of its segments.
 
     Args:
         folder: The checkpoint.
         share: ``(rank, world)``: verify share ``rank`` of ``world`` about equal ones.
+        only: Names of the files to verify; None for all.
 
     Raises:
         CheckpointError: If a file is missing, or its size or a checksum differs; names the first such file and bytes.
     """
     files = _read_checksums(folder)
+    if only is not None:
+        files = {name: checksums for name, checksums in files.items() if name in only}
     sizes = file_sizes(folder)
     for name, checksums in files.items():
         if name not in sizes:

@@ -250,7 +250,7 @@ def _accepted(command: str, files: _Files, name: str, is_forged: bool) -> str:
     title = _format(name)
     if is_forged:
         return "cached indices whose checksums were forged with them"
-    if command.startswith("inspect run.ckpt") and title in (".distcp", ".pt"):
+    if command.startswith("inspect run.ckpt") and title in (".distcp", ".pt", "other"):
         return "inspect reads none of them, and prints their sizes"
     if name.startswith("run.ckpt/"):
         # Described or read without checksums, which the command then says.

@@ -101,6 +101,19 @@ def test_inspect_own_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str])
     assert [part for part in parts if part not in text] == []
 
 
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_inspect_refuses_a_damaged_description(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(saved / "a.ckpt", path)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    message = _text(capsys, path, code=2)
+    assert f"{name} differs from its checksum" in message
+
+
 def test_inspect_hugging_face_directory_and_file(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

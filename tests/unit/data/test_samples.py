@@ -1,5 +1,6 @@
 """GPT samples, splits and blends equal Megatron's, except where it miscounts; each index is built once."""
 
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ from lightning_megatron.data.index_cache import open_samples
 from lightning_megatron.data.samples import Part, Samples
 from lightning_megatron.data.splits import SPLIT_NAMES, canonical_split, parse_split, split_ranges
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.storage.checksums import FileChecksums, write_checksums
 from tests.unit.data.corpus import build, engine_rows, opened, write_corpus
 
 GPT = GPTObjective(seq_length=16)
@@ -515,3 +517,37 @@ def test_removed_index_serves_open_samples_but_no_new_process(tmp_path: Path) ->
         DataError, match=r"cache/gpt-train-.*\.npy cannot be read .*; start the run again"
     ):
         pickle.loads(pickle.dumps(samples))
+
+
+@pytest.mark.parametrize(
+    ("sample", "token"),
+    [
+        (0, 5000),
+        (1, -3),
+        (1, 2**31 - 1),
+        (2, 700),
+    ],
+)
+def test_forged_bounds_of_samples_are_refused(tmp_path: Path, sample: int, token: int) -> None:
+    write_corpus(tmp_path / "a", 40)
+    samples: Any = open_samples(GPT, _parts(tmp_path), str(tmp_path / "cache"))
+    forged = np.array(samples.index.sample_index)
+    forged[sample, 1] = token
+    index = dataclasses.replace(samples.index, sample_index=forged)
+    changed = dataclasses.replace(samples, index=index)
+    with pytest.raises(DataError, match="names samples that it does not have"):
+        _rows(changed)
+
+
+def test_nested_manifest_of_an_index_means_building_again(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", 40)
+    parts = _parts(tmp_path)
+    cache = tmp_path / "cache"
+    rows = _rows(open_samples(GPT, parts, str(cache)))
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    (folder / "index.json").write_text("[" * 200_000)
+    files = [file for file in folder.iterdir() if file.name != "checksums.json"]
+    write_checksums(
+        folder, {file.name: FileChecksums().update(file.read_bytes()) for file in files}
+    )
+    assert np.array_equal(_rows(open_samples(GPT, parts, str(cache))), rows)
