@@ -15,7 +15,8 @@ class Baseline:
     """Snapshot of the patchable attributes and settings of torch, Lightning and Megatron, as far as they are loaded."""
 
     def __init__(self) -> None:
-        self._attributes, self._settings = _attributes(), _settings()
+        self._attributes = _attributes()
+        self._settings = _settings()
 
     def leaks(self) -> list[str]:
         """Changes since the snapshot."""

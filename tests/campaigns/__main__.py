@@ -56,7 +56,9 @@ def _run(
     attempts: dict[str, Attempt], jobs: int, minutes: float, seed: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Begin attempts in turn, ``jobs`` at a time, until the deadline; yield each result."""
-    deadline, numbers, names = time.monotonic() + 60 * minutes, count(), list(attempts)
+    deadline = time.monotonic() + 60 * minutes
+    numbers = count()
+    names = list(attempts)
     running = set[Future[tuple[str, Outcome]]]()
     with tempfile.TemporaryDirectory(prefix="campaigns_", ignore_cleanup_errors=True) as folder:
         executor = ProcessPoolExecutor(
@@ -90,10 +92,8 @@ def _table(outcomes: Mapping[str, Sequence[Outcome]]) -> str:
             result.noticed for result in results if result.noticed is not None and name != "all"
         ]
         noticed = f"{median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-"
-        hung, wrong = (
-            sum(result.hung for result in results),
-            sum(bool(result.wrong) for result in results),
-        )
+        hung = sum(result.hung for result in results)
+        wrong = sum(bool(result.wrong) for result in results)
         steps = sum(result.steps for result in results)
         rows.append((name, str(len(results)), str(wrong - hung), str(hung), noticed, str(steps)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -221,8 +221,10 @@ def _outcome(
     if ended.left:
         wrong = f"ranks {ended.left} have not ended"
     elif not wrong:
-        resumed, expected = _run_to_end(_run_of(layout), folder), _expected(layout)
-        losses, steps = _losses(folder), len(expected)
+        resumed = _run_to_end(_run_of(layout), folder)
+        expected = _expected(layout)
+        losses = _losses(folder)
+        steps = len(expected)
         if resumed.codes != dict.fromkeys(_RANKS, 0):
             wrong = f"the run does not resume: codes {resumed.codes}, left {resumed.left}\n{resumed.printed}"
         elif differing := sorted(step for step in expected if losses.get(step) != expected[step]):
@@ -296,7 +298,8 @@ def _hang(
 ) -> Outcome:
     from lightning_megatron.run.heartbeat import Heartbeat
 
-    layout, rank = rng.choice(list(_LAYOUTS)), rng.choice(_RANKS)
+    layout = rng.choice(list(_LAYOUTS))
+    rank = rng.choice(_RANKS)
     fault = Fault(
         phase=rng.choice(phases),
         ranks=(rank,),
@@ -306,11 +309,9 @@ def _hang(
     )
     run = _run_of(layout, heartbeat=Heartbeat(**_LIMITS))
     ended = _run_to_end(run, folder, fault, _LIMITS["setup"] + 15, (rank,) if act is _stop else ())
-    lines, stack, wrong = (
-        re.findall(r"^error: .*", ended.printed, re.MULTILINE),
-        folder / f"stacks/rank_{rank}.txt",
-        "",
-    )
+    lines = re.findall(r"^error: .*", ended.printed, re.MULTILINE)
+    stack = folder / f"stacks/rank_{rank}.txt"
+    wrong = ""
     if not lines or any(not line.startswith(f"error: rank {rank} hangs") for line in lines):
         wrong = f"rank {rank} is not named in {lines}"
     elif act not in (_stop, _dead_disk) and act.__name__ not in stack.read_text():
@@ -347,7 +348,8 @@ def _break_disk(
     harm: Callable[[Path, random.Random], Callable[[], None]], rng: random.Random, folder: Path
 ) -> Outcome:
     """Run on a separate disk that fails and is repaired when the run has ended."""
-    layout, kept = rng.choice(list(_LAYOUTS)), folder / "kept"
+    layout = rng.choice(list(_LAYOUTS))
+    kept = folder / "kept"
     kept.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", kept], check=True)
     undo: list[Callable[[], None]] = []
@@ -357,7 +359,8 @@ def _break_disk(
         ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder)
         timer.join()
         undo[0]()
-        printed, codes = " ".join(ended.printed.split()), set(ended.codes.values())
+        printed = " ".join(ended.printed.split())
+        codes = set(ended.codes.values())
         reasons = [
             "is not written",
             "cannot be saved",

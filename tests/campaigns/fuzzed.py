@@ -27,7 +27,8 @@ from typing import Any
 from tests.campaigns.mutations import ANY, BY_SUFFIX
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_MAX_MEGABYTES, _MAX_SECONDS = 300, 5.0
+_MAX_MEGABYTES = 300
+_MAX_SECONDS = 5.0
 """Beyond what the command takes on intact files; seconds of CPU time."""
 _MAX_MEGABYTES_OF_LARGER_MODELS = 1000
 """For damaged but still valid configurations: without ``n_embd`` a GPT-2 has transformers' default width of 768 and
@@ -67,8 +68,14 @@ ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Command, and globs of the files of which one is changed, by the first part of a row's name."""
 
-_REFUSED, _IDENTICAL, _ACCEPTED = "refused in one line", "same result", "accepted"
-_TRACEBACK, _LOST, _HUNG, _COSTLY, _RAN = "traceback", "lost", "hung", "costly", "code ran"
+_REFUSED = "refused in one line"
+_IDENTICAL = "same result"
+_ACCEPTED = "accepted"
+_TRACEBACK = "traceback"
+_LOST = "lost"
+_HUNG = "hung"
+_COSTLY = "costly"
+_RAN = "code ran"
 _BAD = (_TRACEBACK, _LOST, _HUNG, _COSTLY, _RAN)
 _COLUMNS = (_REFUSED, _IDENTICAL, _ACCEPTED, *_BAD)
 """``accepted`` is another result for a reason that is printed below the table, ``lost`` one without any: damage that

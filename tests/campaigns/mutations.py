@@ -69,7 +69,8 @@ def _cut(rng: random.Random, file: Path, marker: Path) -> str:
 
 
 def _number(rng: random.Random, file: Path, marker: Path) -> str:
-    data, value = bytearray(file.read_bytes()), rng.choice(_NUMBERS)
+    data = bytearray(file.read_bytes())
+    value = rng.choice(_NUMBERS)
     offset = rng.randrange(min(len(data), rng.choice((64, 512, len(data)))) or 1) if data else 0
     data[offset : offset + 8] = struct.pack("<Q", value)
     file.write_bytes(data)
@@ -111,7 +112,8 @@ def _evil_pickle(rng: random.Random, file: Path, marker: Path) -> str:
     """Replace the file, or the pickles of an archive, with a malicious pickle."""
     import torch
 
-    evil, protocol = Evil(marker), rng.choice((0, 2, 4))
+    evil = Evil(marker)
+    protocol = rng.choice((0, 2, 4))
     if zipfile.is_zipfile(file) and rng.random() < 0.7:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()  # entries of the archive have no checksums
@@ -162,7 +164,8 @@ def _json(file: Path) -> Any:
 
 
 def _json_value(rng: random.Random, file: Path, marker: Path) -> str:
-    value, path = _json(file), []
+    value = _json(file)
+    path = []
     node = value
     while isinstance(node, (dict, list)) and node:
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))

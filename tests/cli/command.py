@@ -46,7 +46,8 @@ def run_here(folder: str, commands: list[list[str]]) -> list[tuple[int, str, str
 def _main(arguments: list[str]) -> tuple[int, str, str]:
     from lightning_megatron.cli import main
 
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings():
         _send_logs_to(err)
         warnings.filterwarnings("ignore", "The `srun` command")

@@ -127,7 +127,8 @@ def test_failed_rank_exits_without_interpreter_shutdown() -> None:
 
 
 def test_user_error_follows_causes_but_not_contexts() -> None:
-    caused, unrelated = ValueError("not valid"), RuntimeError("bug")
+    caused = ValueError("not valid")
+    unrelated = RuntimeError("bug")
     caused.__cause__ = unrelated.__context__ = ConfigError("lr=-1\n must be positive")
     assert errors.user_error(caused) == "lr=-1 must be positive"
     assert errors.user_error(unrelated) is None

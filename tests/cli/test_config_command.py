@@ -48,7 +48,8 @@ def convert(
     folder: Path, fields: dict[str, Any], capsys: Any, suffix: str = ".yaml"
 ) -> tuple[int, Path, Any]:
     """Convert an Accelerate config; returns exit code, path of the result, and output."""
-    source, output = folder / f"accelerate{suffix}", folder / "config.yaml"
+    source = folder / f"accelerate{suffix}"
+    output = folder / "config.yaml"
     source.write_text(
         json.dumps(fields, indent="\t") if suffix == ".json" else yaml.safe_dump(fields)
     )
@@ -310,7 +311,8 @@ def test_local_model_directory_is_fine_tuned_on_instructions(
     )
     assert main(["config"]) == 0
     fields = yaml.safe_load(Path("config.yaml").read_text())
-    model, data = fields["model"]["init_args"], fields["data"]
+    model = fields["model"]["init_args"]
+    data = fields["data"]
     assert model | {"model": "model", "pretrained": True, "lr": 2e-5} == model
     assert (data["class_path"], data["init_args"]["tokenizer"]) == (
         "InstructionDataModule",

@@ -32,10 +32,8 @@ def test_preprocess_reports_its_output(
 ) -> None:
     line = "preprocess --append-eod --input {}/text --tokenizer {}/tok --output-prefix {}"
     assert main(line.format(corpus.parent, corpus.parent, tmp_path / "x").split()) == 0
-    tokens, size = (
-        sum(map(len, _documents(corpus))),
-        sum(file.stat().st_size for file in corpus.parent.glob("text/*")),
-    )
+    tokens = sum(map(len, _documents(corpus)))
+    size = sum(file.stat().st_size for file in corpus.parent.glob("text/*"))
     figures = f"60 documents, {tokens:,} tokens from {size:,} bytes at "
     assert re.fullmatch(
         rf"{tmp_path}/x_text_document: {figures}\d+\.\d\d MB/s\n", capsys.readouterr().out
@@ -123,7 +121,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_convert_reports_its_output_and_use(
     source: Path, tmp_path: Path, to: str, hint: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    there = str(tmp_path / "there")
+    back = str(tmp_path / "back")
     layout = ("--tp", "2", "--pp", "3", "--make-vocab-size-divisible-by", "8")
     assert (
         main(["convert", "--load-path", str(source), "--save-path", there, "--to", to, *layout])
@@ -146,7 +145,8 @@ def test_convert_reports_its_output_and_use(
         )
         == 0
     )
-    printed, files = capfd.readouterr(), list(Path(back).iterdir())
+    printed = capfd.readouterr()
+    files = list(Path(back).iterdir())
     size = readable_size(sum(file.stat().st_size for file in files))
     report = rf"{re.escape(back)}: {len(files)} files, {size}, from .+ {re.escape(there)}, in \d+\.\d s \(.+/s\)\n"
     assert re.fullmatch(report, printed.out)

@@ -29,10 +29,8 @@ def _generate(*arguments: object, ranks: int = 1) -> str:
 def _hf_completions(folder: Path, **options: Any) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     completions = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids

@@ -15,7 +15,9 @@ from tests.convert.directories import tiny_gpt2
 from tests.convert.legacy.layouts import Layout, even, gpt2, write
 from tests.ranks import run_ranks
 
-LAYERS, HIDDEN, VOCAB = 2, 16, 50
+LAYERS = 2
+HIDDEN = 16
+VOCAB = 50
 MODEL = {
     "model_type": "gpt2",
     "n_layer": LAYERS,
@@ -135,7 +137,8 @@ def test_inspect_hugging_face_directory_and_file(
 def test_inspect_distributed_megatron_checkpoint(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    iteration, tracker = tmp_path / "iter_0000012", tmp_path / "latest_checkpointed_iteration.txt"
+    iteration = tmp_path / "iter_0000012"
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
     shutil.copytree(saved / "a.ckpt", iteration)
     (iteration / "meta.pt").unlink()
     # The checksums identify it as a checkpoint of this package.

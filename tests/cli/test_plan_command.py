@@ -53,7 +53,8 @@ def test_uneven_stages_are_shown_and_become_options() -> None:
         "num_layers_in_first_pipeline_stage": 8,
         "num_layers_in_last_pipeline_stage": 6,
     }
-    parallel, device = ParallelConfig(pp=4, num_microbatches=8, **uneven), DEVICES["h200"]
+    parallel = ParallelConfig(pp=4, num_microbatches=8, **uneven)
+    device = DEVICES["h200"]
     model = model_config(dict(LLAMA_8B))
     run = PlannedRun(
         model=model, parallel=parallel, micro_batch_size=1, lengths=(4096,), world_size=4

@@ -58,17 +58,13 @@ def test_generate_and_inspect_a_variant_in_every_format(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer(corpus.parent / "tok")
-    completion, own, legacy = (
-        run_ranks(_train, 2, str(tmp_path))[0],
-        tmp_path / "own.ckpt",
-        tmp_path / "legacy",
-    )
+    completion = run_ranks(_train, 2, str(tmp_path))[0]
+    own = tmp_path / "own.ckpt"
+    legacy = tmp_path / "legacy"
     convert = ["convert", "--load-path", str(own), "--save-path"]
     assert main([*convert, str(legacy), "--to", "megatron-legacy", "--tp", "2", "--pp", "2"]) == 0
-    prompt, text = (
-        tokenizer.decode(PROMPT[0]),
-        tokenizer.decode(completion, skip_special_tokens=True),
-    )
+    prompt = tokenizer.decode(PROMPT[0])
+    text = tokenizer.decode(completion, skip_special_tokens=True)
     for path, tp in ((own, 1), (legacy, 2)):
         options = [
             "--checkpoint",

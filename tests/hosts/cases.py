@@ -43,7 +43,9 @@ class Cluster:
         max_steps: int,
         cache: str = "cache",
     ) -> None:
-        self.network, self.folder, self._files = network, folder, ExitStack()
+        self.network = network
+        self.folder = folder
+        self._files = ExitStack()
         num_nodes = len(network.hosts)
         num_microbatches = _GLOBAL_BATCH // (num_nodes * devices)
         options = {"num_nodes": num_nodes, "devices": devices, "num_microbatches": num_microbatches}

@@ -20,7 +20,10 @@ class _FakeGraph:
         body: Any,
     ) -> None:
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        self.body, self.graph, self.report, self.replays = body, self, torch.zeros(1, 2), 0
+        self.body = body
+        self.graph = self
+        self.report = torch.zeros(1, 2)
+        self.replays = 0
 
     def replay(self) -> None:
         self.report.copy_(self.body(self.inputs))

@@ -33,7 +33,9 @@ class _FakeWindow:
         num_bytes: int,
         device: torch.device,
     ) -> None:
-        self.group, self.num_bytes, self.rank = group, num_bytes, group.rank()
+        self.group = group
+        self.num_bytes = num_bytes
+        self.rank = group.rank()
         self.num_barriers = 0
 
     def swap(self) -> None:

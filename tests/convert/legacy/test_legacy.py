@@ -383,7 +383,8 @@ def test_without_arguments_only_nvidia_345m_models_are_recognized(
             arguments=None,
             padding=0,
         )
-        path, config = write(tmp_path / name, layout, model), references[name].source.path
+        path = write(tmp_path / name, layout, model)
+        config = references[name].source.path
         with pytest.raises(
             CheckpointError,
             match=r"no arguments \(args\), and its shapes .* are not those .*--config",

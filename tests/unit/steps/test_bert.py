@@ -75,10 +75,8 @@ def test_megatron_and_hugging_face_batches_are_equivalent() -> None:
         "is_random": hugging_face["next_sentence_label"],
         "truncated": torch.tensor([0, 1]),
     }
-    prepared, expected = (
-        _step("pretraining").prepare_batch(megatron),
-        _step("pretraining").prepare_batch(hugging_face),
-    )
+    prepared = _step("pretraining").prepare_batch(megatron)
+    expected = _step("pretraining").prepare_batch(hugging_face)
     assert prepared.keys() == expected.keys()
     is_target = expected["loss_mask"] > 0
     assert torch.equal(prepared.pop("targets")[is_target], expected.pop("targets")[is_target])

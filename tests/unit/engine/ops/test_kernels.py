@@ -76,7 +76,8 @@ def test_mlp_recomputes_its_activation(gated: bool) -> None:
         glu_linear_offset=0.0,
     )
     mlp.activation_func = F.silu
-    mlp.linear_fc1, mlp.linear_fc2 = _Linear(4, 16 if gated else 8), _Linear(8, 4)
+    mlp.linear_fc1 = _Linear(4, 16 if gated else 8)
+    mlp.linear_fc2 = _Linear(8, 4)
     hidden = torch.randn(3, 4)
     gradients = []
     for mlp.config.recompute_granularity in (None, "selective"):
