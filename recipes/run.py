@@ -29,6 +29,8 @@ from typing import Any, Literal
 
 import yaml
 
+from recipes import text as text_module
+
 ROOT = Path(__file__).parent.parent
 WORK = Path("runs/recipes")
 """Where the configurations expect text, tokenizers and datasets."""
@@ -193,8 +195,28 @@ class Run:
         self.commands.append({"command": shown, "seconds": round(seconds, 1)})
         return seconds
 
-    def run(self) -> dict[str, Any]:
-        """Run all steps; returns the figures."""
+    def make(self, made: Path, *words: object) -> None:
+        """Run a command of ``lightning-megatron``, unless another recipe has made what it makes."""
+        if made.exists():
+            shown = shlex.join(["lightning-megatron", *(str(word) for word in words)])
+            self.commands.append({"command": shown, "seconds": None})
+        else:
+            self.command(*words)
+
+    def collect(self, kind: str, folder: Path, megabytes: float) -> None:
+        """Collect text, unless another recipe has."""
+        words = [kind, "--output", str(folder), "--megabytes", str(megabytes)]
+        shown = shlex.join(["python", "-m", "recipes.text", *words])
+        start = time.monotonic()
+        is_new = not folder.exists()
+        if is_new:
+            text_module.main(words)
+        seconds = round(time.monotonic() - start, 1) if is_new else None
+        if shown not in [each["command"] for each in self.commands]:
+            self.commands.append({"command": shown, "seconds": seconds})
+
+    def run(self, note: str = "") -> dict[str, Any]:
+        """Run all steps; returns the figures, with the note."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.output.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
@@ -206,6 +228,7 @@ class Run:
             "recipe": self.name,
             "tiny": self.is_tiny,
             "machine": machine(),
+            "note": note,
             "packages": {package: importlib.metadata.version(package) for package in PACKAGES},
             "text_bytes": _size(text),
             "fit_seconds": round(seconds, 1),
@@ -228,22 +251,22 @@ class Run:
         megabytes = 0.3 if self.is_tiny else self.recipe.megabytes
         if self.recipe.text == "chats":
             folder = folder.with_name(f"chats-{self.recipe.megabytes:.0f}MB")
-        collect(self.recipe.text, folder, megabytes)
+        self.collect(self.recipe.text, folder, megabytes)
         return folder
 
     def train_tokenizer(self) -> Path:
         """Return the directory of a tokenizer trained on the first file of text, with a chat template."""
         folder = self.work / "tokenizers" / f"{self.recipe.kind}-{self.vocab_size}"
-        if folder.exists():
-            return folder
         text = ROOT / SHAKESPEARE
         if self.recipe.kind == "gpt":
             packages = self.work / "text" / "packages"
-            collect("packages", packages, 0.3 if self.is_tiny else _PACKAGES_MEGABYTES)
+            self.collect("packages", packages, 0.3 if self.is_tiny else _PACKAGES_MEGABYTES)
             text = packages / "000.jsonl"
         elif self.work == WORK:
             text = SHAKESPEARE
-        self.command(
+        template = folder / "chat_template.jinja"
+        self.make(
+            folder,
             "train-tokenizer",
             "--kind",
             self.recipe.kind,
@@ -255,7 +278,7 @@ class Run:
             folder,
         )
         if self.recipe.kind == "gpt":
-            shutil.copy(ROOT / "recipes" / "chat_template.jinja", folder)
+            shutil.copy(ROOT / "recipes" / template.name, template)
         return folder
 
     def preprocess(self, text: Path, tokenizer: Path) -> Path:
@@ -263,20 +286,20 @@ class Run:
         prefix = self.work / "data" / f"{self.recipe.text}-{tokenizer.name}"
         form = "document" if self.recipe.kind == "gpt" else "sentence"
         dataset = prefix.with_name(f"{prefix.name}_text_{form}")
-        if not dataset.with_suffix(".idx").exists():
-            prefix.parent.mkdir(parents=True, exist_ok=True)
-            self.command(
-                "preprocess",
-                "--input",
-                text,
-                "--tokenizer",
-                tokenizer,
-                "--output-prefix",
-                prefix,
-                "--append-eod" if self.recipe.kind == "gpt" else "--split-sentences",
-                "--workers",
-                1 if self.is_tiny else os.cpu_count() or 1,
-            )
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self.make(
+            dataset.with_suffix(".idx"),
+            "preprocess",
+            "--input",
+            text,
+            "--tokenizer",
+            tokenizer,
+            "--output-prefix",
+            prefix,
+            "--append-eod" if self.recipe.kind == "gpt" else "--split-sentences",
+            "--workers",
+            1 if self.is_tiny else os.cpu_count() or 1,
+        )
         return dataset
 
     def configurations(self, data_path: Path, tokenizer: Path) -> list[str]:
@@ -378,14 +401,6 @@ def execute(words: Sequence[str], log: Path) -> int:
         ).returncode
 
 
-def collect(kind: str, folder: Path, megabytes: float) -> None:
-    """Collect text into a folder that does not exist yet."""
-    from recipes import text
-
-    if not folder.exists():
-        text.main([kind, "--output", str(folder), "--megabytes", str(megabytes)])
-
-
 def training_figures(rows: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Losses and speed of a run from the rows of its ``metrics.csv``."""
     losses = _column(rows, "train_loss")
@@ -476,6 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help=f"folder for text, datasets, checkpoints and models (default: {WORK})",
     )
+    parser.add_argument("--note", default="", help="a sentence for the page, e.g. what else ran")
     parser.add_argument(
         "--tiny", action="store_true", help="four steps with a tiny model on a CPU, to try it out"
     )
@@ -484,7 +500,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name in options.name:
         try:
-            Run(name, work, options.output, options.tiny).run()
+            Run(name, work, options.output, options.tiny).run(options.note)
         except (CommandError, subprocess.CalledProcessError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             failed.append(name)
