@@ -23,6 +23,7 @@ from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.cli.parser import CommandParser, add_command
 from lightning_megatron.cli.plan import plan
+from lightning_megatron.cli.verify import verify
 from lightning_megatron.foreign_names import PROG
 from lightning_megatron.run.restarts import supervise
 
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "average": average,
     "generate": generate,
+    "verify": verify,
     "config": config,
     "plan": plan,
     "doctor": doctor,

@@ -66,6 +66,7 @@ def report_installation() -> str:
             ("op", "implementation", "why"),
             ops_report(device_type),
         ),
+        "docs/without_transformer_engine.md compares these with Transformer Engine's and Apex's.",
         _table("Optional", ("package", "state", "gives", "install"), _optional_packages()),
     ]
     return "\n\n".join(tables)

@@ -175,6 +175,8 @@ the loss relative, of each parameter's gradient relative to its norm plus a twen
 Texts are of 12 tokens, greedy, of four prompts with padding, in the last layout. `table` changes when what we make of
 a config or its weights does.
 
+`lightning-megatron verify MODEL_DIR` makes such a card of real weights, on your machine ([verify](commands.md#verify)).
+
 {rows}
 
 ## Refused by name

@@ -27,6 +27,7 @@ LAYERS = (
     ("module",),
     ("registration",),
     ("__init__",),
+    ("verify",),
     ("cli",),
     ("__main__",),
 )
@@ -41,7 +42,13 @@ MUST_NOT_IMPORT_LIGHTNING = (
     "planning",
     "generate",
 )
-MAY_IMPORT_TRANSFORMERS = ("convert", "data", "generate", "models")  # models: RoPE scaling
+MAY_IMPORT_TRANSFORMERS = (
+    "convert",
+    "data",
+    "generate",
+    "models",  # RoPE scaling
+    "verify",
+)
 
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
