@@ -72,6 +72,7 @@ BLOCKS = {
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python"],
+    "docs/which_layout.md": ["bash"],  # likewise
     SEVERAL_HOSTS: ["bash", "bash"],  # run on several hosts by tests/hosts
 }
 PROMPTS = ("Once upon a time", "The house")

@@ -4,14 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.cases import LLAMA_8B
+from docs import which_layout
 from lightning_megatron.cli import plan as command
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.planning.devices import DEVICES
+from lightning_megatron.planning.parameters import total_parameters
 from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.search import plan
-from tests.cli.command import instantiate, run_cli
+from lightning_megatron.planning.shapes import SHAPES
+from tests.cli.command import instantiate, run_all, run_cli
+from tests.marks import exhaustive
 from tests.pages import commands
 from tests.ranks import run_ranks
 
@@ -63,3 +69,85 @@ def test_uneven_stages_are_shown_and_become_options() -> None:
     assert list(command._table([best], device))[-1].split()[:2] == ["1", "4:8-9-9-6"]
     config = command._yaml(best, "llama", command.PlanOptions(model="llama", gpus=4))
     assert [name for name, number in uneven.items() if f"{name}: {number}" not in config] == []
+
+
+# ---- well-known shapes ----------------------------------------------------------------------------------------------
+
+PUBLISHED_BILLIONS = {
+    "gpt2-xl": 1.56,
+    "llama-3.2-1b": 1.236,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "qwen3-8b": 8.19,
+    "gemma-2-9b": 9.24,
+    "mixtral-8x7b": 46.7,
+    "qwen3-30b-a3b": 30.5,
+    "t5-large": 0.738,
+    "t5-3b": 2.85,
+    "bert-large": 0.336,
+}
+"""Parameters as their authors count them; BERT's without the second norm after its embeddings."""
+_PAGE = which_layout.PAGE.read_text()
+
+
+def test_shapes_have_as_many_parameters_as_published() -> None:
+    counted = {
+        name: total_parameters(model_config(dict(fields))) / 1e9 for name, fields in SHAPES.items()
+    }
+    assert counted == pytest.approx(PUBLISHED_BILLIONS, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        *((name, (1, 8)) for name in SHAPES),
+        *((name, (64,)) for name in ("gpt2-xl", "llama-3-8b", "gemma-2-9b")),
+        *(exhaustive(name, (64,)) for name in SHAPES),
+    ],
+)
+def test_page_of_layouts_has_what_the_planner_says(name: str, gpus: tuple[int, ...]) -> None:
+    (line,) = (line for line in _PAGE.splitlines() if line.startswith(f"| {name} |"))
+    head, *cells = which_layout.row(name, SHAPES[name], gpus).strip("| ").split(" | ", 3)
+    assert line.startswith(f"| {head} | {cells[0]} | {cells[1]} | ")
+    columns = dict(zip(which_layout.GPUS, line.strip("| ").split(" | ")[3:], strict=True))
+    assert cells[2] == " | ".join(columns[number] for number in gpus)
+
+
+def test_page_of_layouts_has_the_text_of_its_script() -> None:
+    assert _PAGE.startswith(which_layout.HEAD)
+    assert _PAGE.endswith(which_layout.TAIL)
+
+
+def test_shape_of_the_page_is_planned_by_its_command(tmp_path: Path) -> None:
+    ((_, *words),) = commands("docs/which_layout.md")
+    code, out, err = run_cli(tmp_path, *words)
+    assert (code, err) == (0, "")
+    cells = out.splitlines()[3].split()
+    shown = f"tp{cells[0]} dp{cells[4]}, {cells[5]} x {cells[7]}; "
+    (line,) = (line for line in _PAGE.splitlines() if line.startswith("| llama-3-8b |"))
+    assert shown in line
+    (layout,) = run_ranks(_layout_of_shape, 1, str(tmp_path))
+    assert layout == (int(cells[0]), 4096, "llama")
+
+
+def _layout_of_shape(folder: str) -> tuple[int, int, str]:
+    cli = instantiate(folder, "--config", "llama.yaml")
+    model = cli.model.model_config
+    return cli.trainer.strategy.tp, model.hidden_size, model.family
+
+
+def test_unknown_shapes_are_answered_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "t5-3b").mkdir()
+    (tmp_path / "t5-3b/config.json").write_text('{"model_type": "gpt2"}')
+    options = ("--gpus", "1", "--seq-length", "64", "--global-batch-size", "1", "--top", "1")
+    words = ("lama-3-8b", "nothing", "bert", "org/name/more", "t5-3b", "GPT2-XL")
+    results = run_all(tmp_path, [["plan", "--model", word, *options] for word in words])
+    similar, unknown, refused, path, own, other_case = results
+    assert "did you mean llama-3-8b? Shapes: gpt2-xl, llama-3.2-1b, " in similar[2]
+    assert "got none of these; Shapes: gpt2-xl" in unknown[2]
+    assert "use model_type='megatron-bert'" in refused[2]
+    assert "org/name/more does not exist" in path[2]
+    assert [result[0] for result in results] == [2, 2, 2, 2, 0, 0]
+    # A path that exists comes first.
+    assert own[1].startswith("gpt2 on 1 x ")
+    assert other_case[1].startswith("gpt2 on 1 x ")
