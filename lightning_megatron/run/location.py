@@ -63,11 +63,17 @@ def locate(frames: Sequence[FrameType]) -> Location:
     called = itertools.takewhile(lambda frame: not _is_of(frame, _LIGHTNING), frames)
     in_user_code = any(_is_reported(each) and not _is_of(each, *_NOT_OF_USER) for each in called)
     return Location(
-        text=f"{place or 'at'} ({file}:{own.f_lineno} in {code.co_name})",
+        text=f"{place or 'at'} ({file}:{_line_number(own)} in {code.co_name})",
         kind=_kind(hook, frames),
         is_waiting=bool(waiting),
         in_user_code=in_user_code,
     )
+
+
+def _line_number(frame: FrameType) -> int:
+    """Line that a frame is at, or the first of its function: Python has none for some instructions."""
+    number: int | None = frame.f_lineno
+    return frame.f_code.co_firstlineno if number is None else number
 
 
 def _is_of(frame: FrameType, *modules: str) -> bool:
@@ -128,6 +134,6 @@ def _waiting_in(frames: Sequence[FrameType]) -> str:
     if inside:
         names = [each.f_code.co_name for each in reversed(inside)]
         return next((name for name in names if name != "wrapper"), names[-1])
-    line = linecache.getline(innermost.f_code.co_filename, innermost.f_lineno)
+    line = linecache.getline(innermost.f_code.co_filename, _line_number(innermost))
     pattern = _WAITS_FOR_GPU if torch.cuda.is_initialized() else _WAITS
     return "a wait for other ranks or the GPU" if pattern.search(line) else ""
