@@ -30,32 +30,46 @@ TITLES = {
 }
 
 
-def page(name: str, figures: dict[str, Any]) -> str:
+def page(name: str, figures: dict[str, Any] | None) -> str:
     """Return the page of a recipe in Markdown.
 
     Args:
         name: Name of the recipe.
-        figures: What ``recipes.run`` has written to NAME.json.
+        figures: What ``recipes.run`` has written to NAME.json; None if it has not run yet.
     """
+    parts = [f"# {TITLES[name]}", introduction(name)]
+    if figures is None:
+        parts.append(
+            f"Not run yet, so there are no figures: the tests run [{name}.yaml]({name}.yaml) with a tiny model on a CPU"
+            f" alone. `python -m recipes.run {name}` runs it."
+        )
+        return "\n\n".join(parts) + "\n"
     commands = "\n".join(each["command"] for each in figures["commands"])
     rows = "\n".join(f"| {key} | {value} |" for key, value in _rows(figures))
-    parts = [
-        f"# {TITLES[name]}",
-        introduction(name),
-        f"`python -m recipes.run {name}` ran these commands, with [{name}.yaml]({name}.yaml):",
-        f"```\n{commands}\n```",
-        f"![Loss over optimizer steps](results/{name}.png)",
-        f"| | |\n|---|---|\n{rows}",
-    ]
+    parts.append(
+        f"`python -m recipes.run {name}` ran these commands, with [{name}.yaml]({name}.yaml):"
+    )
+    parts.append(f"```\n{commands}\n```")
+    if (RESULTS / f"{name}.png").exists():
+        parts.append(f"![Loss over optimizer steps](results/{name}.png)")
+    parts.append(f"| | |\n|---|---|\n{rows}")
     if figures.get("note"):
         parts.append(figures["note"])
-    exported = figures["export"]
+    exported = figures["export"] or {}
     if "prompt" in exported:
         parts.append("The exported model in transformers, greedy:")
-        parts.append(
-            f"```\n{exported['prompt']}\n---\n{_without_blanks(exported['completion'])}\n```"
-        )
+        completion = _without_blanks(exported["completion"])
+        parts.append(f"```\n{exported['prompt'].rstrip()}\n---\n{completion}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def figures_of(name: str) -> dict[str, Any] | None:
+    """Figures of a recipe's run; None if it has not run yet."""
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        return None
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
 
 
 def introduction(name: str) -> str:
@@ -92,6 +106,8 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if figures["val_losses"]:
         yield "validation losses", ", ".join(f"{loss:.3f}" for loss in figures["val_losses"])
     exported = figures["export"]
+    if exported is None:
+        return
     seconds = figures["commands"][-1]["seconds"]
     yield "export", f"{exported['parameters']:,} parameters in {seconds:.0f} s"
     files = (f"{file} ({size:,} bytes)" for file, size in exported["files"].items())
@@ -120,9 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (folder / f"{name}.json").exists():
                 shutil.copy(folder / f"{name}.json", RESULTS)
                 shutil.copy(folder / f"{name}.png", RESULTS)
-    for file in sorted(RESULTS.glob("*.json")):
-        path = FOLDER / f"{file.stem}.md"
-        path.write_text(page(file.stem, json.loads(file.read_text())))
+    for name in RECIPES:
+        path = FOLDER / f"{name}.md"
+        path.write_text(page(name, figures_of(name)))
         print(path.relative_to(ROOT))
     return 0
 
