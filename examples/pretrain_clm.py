@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports below, which take ten seconds
     )
     parser.add_argument("--tokenizer", help="directory or name (default: one of Shakespeare)")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"))
     parser.add_argument("--with-tracking", action="store_true", help="log to --report-to")
     parser.add_argument(
