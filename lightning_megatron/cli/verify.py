@@ -47,11 +47,13 @@ def verify(options: VerifyOptions) -> None:
             )
     _check_output(options.output)
 
+    from lightning_megatron.storage.publish import exit_on_sigterm
     from lightning_megatron.verify.processes import ProcessError
     from lightning_megatron.verify.run import verify
 
     try:
-        card = verify(options)
+        with exit_on_sigterm():
+            card = verify(options)
     except ProcessError as error:
         print(f"error: transformers failed: {error}", file=sys.stderr)
         sys.exit(_DIFFERENT)

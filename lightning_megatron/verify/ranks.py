@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.convert.shards import Key
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
 from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.models.config import ModelConfig
@@ -217,7 +218,8 @@ class Observer(pl.Callback):
     def _collect_gradients(self, module: Any) -> None:
         """Gather each gradient by its Hugging Face name, and keep its sampled elements. Collective over the world."""
         with module.megatron.engine(), gradients_as_weights(module.model_chunks):
-            for name, tensor in WeightGatherer(module.model_chunks, module.model_config).tensors():
+            gatherer = WeightGatherer(module.model_chunks, module.model_config, _has_gradient)
+            for name, tensor in gatherer.tensors():
                 if tensor is not None:
                     self.result.shapes[name] = tuple(tensor.shape)
                     self.result.gradients[name] = sampled(name, tensor, self._job.samples)
@@ -235,6 +237,11 @@ class Observer(pl.Callback):
         if time.monotonic() - self._reported > _PROGRESS_SECONDS:
             self._reported = time.monotonic()
             self._progress.say(f"round trip, {done:,} of {total:,} tensors")
+
+
+def _has_gradient(key: Key) -> bool:
+    """Whether a weight is trained by its gradient: biases that balance experts are not."""
+    return not key.name.endswith("router.expert_bias")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.registry import family_of
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.verify.batch import (
@@ -124,19 +125,21 @@ def _generate(job: Job, reference: Any, batch: Batch, result: Result) -> None:
 
 
 def _collect_gradients(job: Job, model: ModelConfig, reference: Any, result: Result) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
     # A parameter that does not affect the loss has no gradient in torch, and one of zeros here.
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in reference.named_parameters()
     }
-    if model.experts is not None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        # transformers computes with all experts of a layer in one tensor, and saves a tensor for each.
-        gradients = revert_weight_conversion(reference, gradients)
-    for name, gradient in gradients.items():
-        result.shapes[name] = tuple(gradient.shape)
-        result.gradients[name] = sampled(name, gradient, job.samples)
+    base = family_of(model.family).names.base
+    # transformers computes with other tensors than it saves: all experts of a layer are one, some have other names.
+    for name, gradient in revert_weight_conversion(reference, gradients).items():
+        full_name = name
+        if base + name in gradients:  # reverted to a file without the prefix of the base model
+            full_name = base + name
+        result.shapes[full_name] = tuple(gradient.shape)
+        result.gradients[full_name] = sampled(full_name, gradient, job.samples)
 
 
 def _fastest_attention(reference: Any) -> str:
