@@ -7,7 +7,22 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.convert.rules import EXPERT, LAYER, POSITIONS, Rule, qkv_order
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.config import Experts, ModelConfig
+
+_EXPERTS = "decoder.layers.mlp.experts.experts"
+"""Megatron's module of all experts of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedExperts:
+    """Names of tensors that hold all experts of a layer, in the mixture's module; a bias has the suffix ``_bias``."""
+
+    fc1: str = "experts.gate_up_proj"
+    fc2: str = "experts.down_proj"
+    is_transposed: bool
+    """Whether matrices are stored transposed: [experts, in, out]."""
+    is_interleaved: bool
+    """Whether outputs of gate and up take turns, instead of all of gate before all of up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +46,7 @@ class DecoderNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     proj: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     post_attention_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -38,9 +54,13 @@ class DecoderNames:
     fc2: str = "mlp.down_proj"
     post_mlp_norm: str = "post_feedforward_layernorm"
     experts: str = "mlp"
-    """Module of the mixture of experts, which has the router ``gate`` and ``experts.N``."""
+    """Module of the mixture of experts, which has ``experts.N``."""
+    router: str = "gate"
+    """Router, in that of the mixture."""
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Gate, up and down of each expert."""
+    stacked_experts: StackedExperts | None = None
+    """Tensors of all experts of a layer; None for tensors of each."""
     shared_expert: str = "shared_expert"
     """Module of the shared expert, in that of the mixture."""
     output: str = "lm_head"
@@ -149,6 +169,12 @@ def stack_rules(
         kind = "rotated_" if model.qk_layernorm_after_rotary else ""
         rules += norm(f"{attention}{kind}q_layernorm.", hf + names.q_norm, model)
         rules += norm(f"{attention}{kind}k_layernorm.", hf + names.k_norm, model)
+    if model.attention_sinks:
+        sinks = Rule(
+            megatron=f"{attention}core_attention.softmax_offset",
+            hugging_face=(hf + names.sinks,),
+        )
+        rules.append(sinks)
     if model.post_norms:
         after_attention = hf + names.post_attention_norm
         rules += norm(attention + "linear_proj.post_layernorm.", after_attention, model)
@@ -178,17 +204,14 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     hf = names.base + names.layer
     block = hf + names.experts
     mlp = "decoder.layers.mlp."
-    gate, up, down = (f"{block}.experts.{EXPERT}.{name}" for name in names.expert)
     rules = [
         *norm("decoder.layers.pre_mlp_layernorm.", hf + names.mlp_norm, model),
-        *linear(mlp + "router", (f"{block}.gate",)),
-        *linear(
-            mlp + "experts.experts.linear_fc1",
-            (gate, up),
-            rows=(experts.ffn_hidden_size,) * 2,
-        ),
-        *linear(mlp + "experts.experts.linear_fc2", (down,)),
+        *linear(mlp + "router", (f"{block}.{names.router}",), experts.add_bias),
     ]
+    if names.stacked_experts is None:
+        rules += _rules_of_each_expert(names, experts, block)
+    else:
+        rules += _rules_of_stacked_experts(names.stacked_experts, experts, block)
     if experts.has_selection_bias:
         bias = Rule(
             megatron=mlp + "router.expert_bias",
@@ -207,4 +230,51 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
             hugging_face=(f"{shared}_gate.weight",),
         )
         rules.append(gate_weight)
+    return rules
+
+
+def _rules_of_each_expert(names: DecoderNames, experts: Experts, block: str) -> list[Rule]:
+    """Rules of experts with tensors of their own, in module ``block``."""
+    gate, up, down = (f"{block}.experts.{EXPERT}.{name}" for name in names.expert)
+    fc1 = linear(
+        f"{_EXPERTS}.linear_fc1",
+        (gate, up),
+        experts.add_bias,
+        rows=(experts.ffn_hidden_size,) * 2,
+    )
+    fc2 = linear(f"{_EXPERTS}.linear_fc2", (down,), experts.add_bias)
+    return fc1 + fc2
+
+
+def _rules_of_stacked_experts(
+    stacked: StackedExperts,
+    experts: Experts,
+    block: str,
+) -> list[Rule]:
+    """Rules of experts in one tensor, in module ``block``."""
+    order = None
+    if stacked.is_interleaved:
+        rows = torch.arange(2 * experts.ffn_hidden_size)
+        order = torch.cat((rows[::2], rows[1::2]))
+    rules = []
+    for linear_name, name, row_order in (
+        ("linear_fc1", stacked.fc1, order),
+        ("linear_fc2", stacked.fc2, None),
+    ):
+        weight = Rule(
+            megatron=f"{_EXPERTS}.{linear_name}.weight",
+            hugging_face=(f"{block}.{name}",),
+            order=row_order,
+            transposed=stacked.is_transposed,
+            num_stacked=experts.num_experts,
+        )
+        rules.append(weight)
+        if experts.add_bias:
+            bias = Rule(
+                megatron=f"{_EXPERTS}.{linear_name}.bias",
+                hugging_face=(f"{block}.{name}_bias",),
+                order=row_order,
+                num_stacked=experts.num_experts,
+            )
+            rules.append(bias)
     return rules

@@ -51,6 +51,8 @@ class Family:
     """Config fields that change the result, and their supported values; any other value raises."""
     partial_rotary: bool = False
     """See ``read_rope``."""
+    quantizations: tuple[str, ...] = ()
+    """Values of ``quant_method`` in ``quantization_config`` whose weights are read, dequantized."""
 
     def describe(self, hf: Any) -> ModelConfig:
         """Build the ``ModelConfig`` of a Hugging Face config object of this type, without its task.

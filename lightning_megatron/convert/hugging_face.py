@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.convert.family import Family
+from lightning_megatron.convert.mxfp4 import UnpackedFiles
 from lightning_megatron.convert.registry import (
     config_object,
     family_of,
@@ -59,7 +61,7 @@ class HuggingFaceSource(Source):
             CheckpointError: If they are missing or damaged.
         """
         super().__init__(path)
-        self._files = open_weights(path)
+        self._files: WeightFiles = UnpackedFiles(open_weights(path))
         self.stored = self._files.tensors
         has_config = (path / CONFIG_FILE).is_file()
         config = {}
@@ -91,8 +93,10 @@ class HuggingFaceSource(Source):
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        names_of: dict[Key, list[str]] = {}
         for key, shape in expected.items():
             tensors = self._rules[key.name].tensors(shape, key.layer, key.expert)
+            names_of[key] = list(tensors)
             keys |= dict.fromkeys(tensors, key)
             shapes |= tensors
 
@@ -123,10 +127,11 @@ class HuggingFaceSource(Source):
                 _log.warning("of another head in %s and left out: %s", self.path, names)
 
         self._dtypes: dict[Key, torch.dtype] = {}
-        for name, tensor in found.items():
+        for key, own_names in names_of.items():
             # Tensors of different dtypes that form one of Megatron's are promoted to a common one.
-            dtype = self._dtypes.get(keys[name], tensor.dtype)
-            self._dtypes[keys[name]] = torch.promote_types(dtype, tensor.dtype)
+            dtypes = [found[name].dtype for name in own_names if name in found]
+            if dtypes:
+                self._dtypes[key] = functools.reduce(torch.promote_types, dtypes)
         return self._dtypes
 
     def _compare_ties(
@@ -176,8 +181,9 @@ class HuggingFaceSource(Source):
             if len(target_rows):
                 target = _as_slice(target_rows)
                 if name:
-                    columns = region.slices[1:]
-                    values[target] = self._read_rows(name, source[target_rows], columns, rule)
+                    rows = source[target_rows]
+                    of_file = self._stored_name[name]
+                    values[target] = self._read_rows(of_file, rows, region, rule)
                 else:
                     values[target] = 0
             source = source - num_rows
@@ -187,17 +193,24 @@ class HuggingFaceSource(Source):
         self,
         name: str,
         rows: Tensor,
-        columns: tuple[slice, ...],
+        region: Region,
         rule: Rule,
     ) -> Tensor:
-        """Some rows of a Hugging Face tensor, in Megatron's orientation."""
+        """Some rows of a tensor of the files, and the columns of ``region``, in Megatron's orientation."""
+        columns = region.slices[1:]
         first = int(rows.min())
         span = slice(first, int(rows.max()) + 1)
-        in_file = self._stored_name[name]
+        box = (span, *columns)
         if rule.transposed:
-            block = self._files.read(in_file, (columns[0], span)).t()
+            box = (*columns, span)
+        if rule.num_stacked:
+            expert = region.key.expert
+            assert expert is not None, f"{region.key} is of no expert, and its rule stacks experts"
+            block = self._files.read(name, (slice(expert, expert + 1), *box))[0]
         else:
-            block = self._files.read(in_file, (span, *columns))
+            block = self._files.read(name, box)
+        if rule.transposed:
+            block = block.t()
         return block[_as_slice(rows - first)]
 
 
@@ -345,7 +358,7 @@ def files_of_tensors(
     Raises:
         CheckpointError: If the files are missing or damaged.
     """
-    files = open_weights(directory)
+    files = UnpackedFiles(open_weights(directory))
     stored_names = _stored_names(files.tensors, names, family_of(model.family))
     found: dict[str, tuple[str, bool]] = {}
     for name in names:

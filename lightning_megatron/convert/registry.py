@@ -45,6 +45,7 @@ _LEGACY_KEYS = {
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "dots1": {"head_dim"},
     "glm4_moe": {"head_dim"},
+    "gpt_oss": {"experts_per_token", "initial_context_length"},
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
 MAX_LAYERS = 1_000
@@ -73,7 +74,6 @@ REFUSED_TYPES: dict[str, str] = {
     "olmo": "its norms have no weights; use model_type='olmo2'",
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
-    "gpt_oss": "its attention has sinks",
 }
 """Common model types that are not supported, and the reason."""
 
@@ -195,14 +195,14 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
     from transformers import CONFIG_MAPPING
 
     fields = config_fields(model)
-    family_of(fields["model_type"])
+    family = family_of(fields["model_type"])
     model_type = fields.pop("model_type")
     config_class = CONFIG_MAPPING[model_type]
     _check_counts(fields)
     quantization = fields.pop("quantization_config", None)
-    if quantization:
-        is_mapping = isinstance(quantization, Mapping)
-        method = quantization.get("quant_method") if is_mapping else quantization
+    is_mapping = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method") if is_mapping else quantization
+    if quantization and method not in family.quantizations:
         raise ConfigError(
             f"quantization_config of the {model_type} config ({method}) is not supported: weights are trained in "
             "floating point; use the model that it was made from"
@@ -271,10 +271,19 @@ def stored_config(fields: Mapping[str, Any], origin: str) -> Any:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of the common fields in which two model descriptions differ; compared as JSON, so lists equal tuples."""
+    """Names of the common fields in which two model descriptions differ; compared as JSON, so lists equal tuples.
+
+    Of fields that are groups of fields, the common ones are compared: an older checkpoint has fewer.
+    """
     one = json.loads(json.dumps(dict(one)))
     other = json.loads(json.dumps(dict(other)))
-    return [name for name in one if name in other and one[name] != other[name]]
+    return [name for name in one if name in other and _differ(one[name], other[name])]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(_differ(one[name], other[name]) for name in one.keys() & other.keys())
+    return bool(one != other)
 
 
 def config_for_task(hf_config: Any, model: ModelConfig) -> Any:

@@ -1,8 +1,8 @@
 """Rules: how Megatron's tensors are made of Hugging Face's.
 
 A ``Rule`` maps one Megatron tensor to Hugging Face tensors: a concatenation along the first axis, a permutation of
-rows, or a transposition. Rules work in both directions, for weights and gradients, and for any slice, so that a rank
-reads only its own rows.
+rows, a transposition, or one of several experts in a stack. Rules work in both directions, for weights and gradients,
+and for any slice, so that a rank reads only its own rows.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Rule:
     """[rows], int64: ``order[i]`` is the row of the concatenation that is Megatron's row i; None: the same order."""
     transposed: bool = False
     """Whether Hugging Face stores the transposed weight (GPT-2's Conv1D)."""
+    num_stacked: int = 0
+    """Experts that Hugging Face stores in one tensor, along its first axis; 0 for a tensor of each expert."""
 
     def names(
         self,
@@ -70,8 +72,12 @@ class Rule:
         tensors = {}
         for name, length in zip(self.names(layer, expert), rows, strict=True):
             size = (length, *shape[1:])
+            if self.transposed:
+                size = size[::-1]
+            if self.num_stacked:
+                size = (self.num_stacked, *size)
             if name:
-                tensors[name] = size[::-1] if self.transposed else size
+                tensors[name] = size
         return tensors
 
 

@@ -78,14 +78,32 @@ class WeightGatherer:
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yield name and values of each Hugging Face tensor: CPU tensors of the parameters' dtype on rank 0, else None.
 
-        A tensor may share memory with a parameter.
+        A tensor may share memory with a parameter. Experts of one tensor are held until they are complete.
         """
+        stacks: dict[str, list[Tensor | None]] = {}
+        for key, name, values in self._tensors_of_keys():
+            num_stacked = self._rules[key.name].num_stacked
+            if not num_stacked:
+                yield name, values
+                continue
+            stack = stacks.setdefault(name, [])
+            stack.append(values)
+            if len(stack) == num_stacked:
+                # On other ranks than the first, no part has values.
+                parts = [part for part in stacks.pop(name) if part is not None]
+                stacked = None
+                if parts:
+                    stacked = torch.stack(parts)
+                yield name, stacked
+
+    def _tensors_of_keys(self) -> Iterator[tuple[Key, str, Tensor | None]]:
+        """Yield key, name and values of each part of a Hugging Face tensor that comes from one of Megatron's."""
         for key in self._parts:
             rule = self._rules[key.name]
             tensor = self._gather(key)
             names = rule.names(key.layer, key.expert)
             if tensor is None:
-                yield from ((name, None) for name in names if name)
+                yield from ((key, name, None) for name in names if name)
                 continue
             if rule.order is not None:
                 tensor = tensor[torch.argsort(rule.order)]
@@ -94,7 +112,7 @@ class WeightGatherer:
                 if rule.transposed:
                     part = part.t()
                 if name:
-                    yield name, part.contiguous()
+                    yield key, name, part.contiguous()
 
     def _gather(self, key: Key) -> Tensor | None:
         """Gather one of Megatron's tensors, without padding, to rank 0; None on other ranks."""

@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
+from lightning_megatron.engine.ops.sinks import SINKS
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.adapter_names import is_adapter
@@ -73,7 +74,7 @@ def initialize_weights(
     seed: int,
     only: Collection[str] | None = None,
 ) -> None:
-    """Initialize matrices from a normal distribution and biases with zeros; norms keep their ones.
+    """Initialize matrices and sinks from a normal distribution, biases with zeros; norms keep their ones.
 
     LoRA's A is uniform in +-1 / sqrt(in), as in ``torch.nn.Linear`` and ``peft``, and B is zero.
 
@@ -94,7 +95,7 @@ def initialize_weights(
 def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     layer_axes = shard.prepend_axis_num
     global_shape = list(shard.global_shape)[layer_axes:]
-    if len(global_shape) < 2:
+    if len(global_shape) < 2 and not shard.key.endswith(SINKS):
         if shard.key.endswith("bias"):
             shard.data.zero_()
         elif model.architecture == "t5":

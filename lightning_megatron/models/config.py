@@ -112,6 +112,13 @@ class Experts:
     """Factor of the top-k probabilities, after their normalization."""
     normalizes_topk: bool = True
     """Whether a token's top-k probabilities are divided by their sum."""
+    add_bias: bool = False
+    """Whether the router and both linears of each expert have biases (gpt-oss)."""
+    swiglu_limit: float | None = None
+    """If set, the experts compute (up + 1) * gate * sigmoid(swiglu_alpha * gate), with the gate at most, and up within
+    plus and minus, this limit (gpt-oss); None for the model's activation."""
+    swiglu_alpha: float = 1.702
+    """For ``swiglu_limit``: factor of the gate in the sigmoid."""
     dense_layers: tuple[int, ...] = ()
     """Layers (from 0) with a dense MLP instead of experts."""
     load_balancing_loss_coef: float = 0.0
@@ -131,6 +138,10 @@ class Experts:
                 "model's config"
             )
         self._check_groups()
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ConfigError(
+                f"swiglu_limit={self.swiglu_limit}: expected a positive number; correct the model's config"
+            )
         if self.topk == 1 and self.normalizes_topk:
             raise ConfigError(
                 "num_experts_per_tok=1: expected at least 2 where the probabilities of the chosen experts are "
@@ -239,6 +250,8 @@ class ModelConfig:
     """T5: longer distances share one bucket."""
     softmax_scale: float | None = None
     """Multiplier of attention scores; None for 1 / sqrt(kv_channels)."""
+    attention_sinks: bool = False
+    """GPT: whether each head has a learned score, of no key, in the denominator of its softmax (gpt-oss)."""
     attention_softcap: float | None = None
     """Attention scores x become cap * tanh(x / cap) before masking (Gemma 2); None for no cap."""
     logits_softcap: float | None = None
@@ -318,6 +331,7 @@ class ModelConfig:
         for name in sizes:
             require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         self._check_counts()
+        self._check_sinks()
         for name in (
             f"{of}_dropout"
             for of in ("embedding", "hidden", "attention", "activation", "classifier")
@@ -351,6 +365,18 @@ class ModelConfig:
                 raise ConfigError(
                     f"{name}={cap} must be positive; correct the model's config, or use null for none"
                 )
+
+    def _check_sinks(self) -> None:
+        """Check that the attention of a model with sinks is one that has them.
+
+        Raises:
+            ConfigError: If its positions are ALiBi.
+        """
+        if self.attention_sinks and self.position_embedding_type == "alibi":
+            raise ConfigError(
+                f"position_embedding_type='alibi': expected 'rotary' or 'absolute' for a {self.family} model, whose "
+                "attention has sinks; use one of them"
+            )
 
     def _check_counts(self) -> None:
         """Check products of sizes for which something is built before there is a weight.

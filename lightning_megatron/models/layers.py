@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.context import ContextParallelAttention
-from lightning_megatron.engine.ops.experts import GroupedExperts
+from lightning_megatron.engine.ops.experts import GroupedExperts, clamped_swiglu
 from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllHeads
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.recompute import RecomputedOutput
@@ -127,14 +127,29 @@ def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
 
 
 def _experts(model: ModelConfig) -> ModuleSpec:
-    assert model.experts is not None
+    experts = model.experts
+    assert experts is not None
     linears = MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=RowParallelLinear)
     shared = None
-    if model.experts.shared_ffn_hidden_size:
+    if experts.shared_ffn_hidden_size:
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+    activation = None
+    if experts.swiglu_limit is not None:
+        activation = partial(
+            clamped_swiglu,
+            alpha=experts.swiglu_alpha,
+            limit=experts.swiglu_limit,
+        )
     return ModuleSpec(
         module=MoELayer,
-        submodules=MoESubmodules(router=Router, experts=GroupedExperts, shared_experts=shared),
+        submodules=MoESubmodules(
+            router=partial(Router, has_bias=experts.add_bias),
+            experts=ModuleSpec(
+                module=GroupedExperts,
+                params={"has_biases": experts.add_bias, "activation": activation},
+            ),
+            shared_experts=shared,
+        ),
     )
 
 
@@ -217,6 +232,7 @@ def _core_attention(
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
     if model.has_window(layer):
         options["sliding_window"] = model.sliding_window
+    options["has_sinks"] = model.attention_sinks
     return partial(_attention_class(config), **options)
 
 

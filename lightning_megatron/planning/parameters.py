@@ -29,12 +29,11 @@ def expert_parameters(model: ModelConfig, layer: int) -> int:
     """Number of parameters of all routed experts of a layer (counted from 0); 0 if it has none."""
     if model.experts is None or not model.has_experts(layer):
         return 0
-    return (
-        model.experts.num_experts
-        * mlp_matrices(model)
-        * model.hidden_size
-        * model.experts.ffn_hidden_size
-    )
+    width = model.experts.ffn_hidden_size
+    of_one = mlp_matrices(model) * model.hidden_size * width
+    if model.experts.add_bias:
+        of_one += (mlp_matrices(model) - 1) * width + model.hidden_size
+    return model.experts.num_experts * of_one
 
 
 def rank_parameters(
@@ -176,6 +175,7 @@ def _layer(
     # Key/value heads are split even if there are fewer than ranks: each rank keeps some of their rows.
     split = num_attentions * attention_weights(model) + mlp_matrices(model) * h * width
     split += model.add_qkv_bias * qkv + model.add_bias_linear * up
+    split += model.attention_sinks * model.num_attention_heads
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
     replicated = norms * _norm(model)
     replicated += (model.has_attention_output_bias + model.add_bias_linear) * h
@@ -186,7 +186,7 @@ def _layer(
         replicated += heads * _norm(model, model.kv_channels)
     if experts is not None:
         # The router, and the gate of the shared MLP.
-        replicated += experts.num_experts * h
+        replicated += experts.num_experts * (h + experts.add_bias)
         replicated += h * (width > 0 and experts.has_shared_gate)
     routed = expert_parameters(model, layer) // parallel.ep
     return split // parallel.tp + replicated + routed

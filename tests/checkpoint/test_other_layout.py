@@ -67,6 +67,11 @@ EXPERTS: dict[str, Any] = {
     # With more microbatches, the tokens that are balanced together would depend on the layout.
     "strategy": {"num_microbatches": 1, **EXPERT_BIAS},
 }
+GPT_OSS: dict[str, Any] = {
+    "model": {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "strategy": {"num_microbatches": 1},
+}
+"""Sinks are split over tp, and biases over ep."""
 EP2: Layout = (2, {"ep": 2})
 TP2_EP2: Layout = (
     2,
@@ -83,6 +88,12 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             EXPERTS,
             [EP2, ONE, EP4, TP2_EP2, _unsharded(EP2), PP2_EP2, DP3],
             id="experts",
+        ),
+        pytest.param(
+            GPT_OSS,
+            [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
+            id="gpt_oss",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             {},

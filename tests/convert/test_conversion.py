@@ -90,8 +90,8 @@ def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]})],
-    ids=["stacked", "numbered layers"],
+    [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]}), ("gpt_oss", {})],
+    ids=["stacked", "numbered layers", "experts in one tensor"],
 )
 def test_experts_round_trip_and_legacy_format_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any]

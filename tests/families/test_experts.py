@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_megatron.convert.registry import differences, model_config
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import with_variant
 from tests.families.parity import check_family, padded_sentences, pretrained_module, tiny_model
 from tests.families.test_gpts import LIKE_LLAMA
 from tests.models import VOCAB_SIZE
@@ -37,6 +40,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": ("Dots1", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     "glm4_moe": ("Glm4Moe", {**_DEEPSEEK, "head_dim": 12, "use_qk_norm": True}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_LIKE_LLAMA,
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "router_aux_loss_coef": 0.2,
+            "sliding_window": 5,
+            "swiglu_limit": 1.5,
+            "swiglu_alpha": 1.3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "truncate": False,
+            },
+        },
+    ),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
@@ -112,6 +134,9 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ),
     ("dots1", {}, FOUR_RANKS),
     ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
+    ("gpt_oss", {}, Layout()),
+    ("gpt_oss", {}, FOUR_RANKS),
+    ("gpt_oss", {}, Layout(ep=2, cp=2)),
 )
 RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     (
@@ -134,6 +159,19 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("dots1", {}, Layout(ep=2, cp=2)),
     ("glm4_moe", {"use_qk_norm": False}, FOUR_RANKS),
     ("glm4_moe", {}, Layout(tp=2, sequence_parallel=True)),
+    ("gpt_oss", {"num_key_value_heads": 1}, Layout(tp=2, sequence_parallel=True, recompute="full")),
+    ("gpt_oss", {}, Layout(ep=2, dp=2, recompute="selective")),
+    ("gpt_oss", {"num_key_value_heads": 1}, Layout(cp=2)),  # keys are gathered
+    (
+        "gpt_oss",
+        {"attention_bias": False, "tie_word_embeddings": True},
+        Layout(pp=2, vpp=2, num_microbatches=2),
+    ),
+    (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 4, "rope_parameters": None},
+        Layout(ep=2, tp=2, sequence_parallel=True),
+    ),
     (
         "qwen3_moe",
         {"num_experts_per_tok": 1, "norm_topk_prob": False},
@@ -175,3 +213,26 @@ def _loss_with_a_bias(directory: str) -> float:
 def test_files_without_expert_bias_load_into_model_with_one(tmp_path: Path) -> None:
     mixture("mixtral").save_pretrained(tmp_path)
     assert 0 < run_ranks(_loss_with_a_bias, 1, str(tmp_path))[0] < 20
+
+
+def test_unsupported_values_of_gpt_oss_are_refused() -> None:
+    fields = {"model_type": "gpt_oss", "num_hidden_layers": 2}
+    for changes, message in (
+        ({"swiglu_limit": 0.0}, "swiglu_limit=0.0: expected a positive number"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantization_config of the gpt_oss config \(fp8\)",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model_config({**fields, **changes})
+    with pytest.raises(ConfigError, match="position_embedding_type='alibi': expected 'rotary'"):
+        with_variant(model_config(fields), "alibi", None)
+
+
+def test_model_of_older_checkpoint_has_fewer_fields_of_experts() -> None:
+    experts = {"num_experts": 4, "topk": 2}
+    newer = {**experts, "add_bias": False}
+    assert differences({"experts": experts}, {"experts": newer}) == []
+    assert differences({"experts": experts}, {"experts": {**newer, "topk": 3}}) == ["experts"]
+    assert differences({"experts": experts}, {"experts": None}) == ["experts"]

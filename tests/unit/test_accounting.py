@@ -35,6 +35,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {**_LIKE_LLAMA, "num_local_experts": 4},
     "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
     "Qwen3Moe": {**_LIKE_QWEN, "decoder_sparse_step": 2},
+    "GptOss": {**_LIKE_LLAMA, "num_local_experts": 4, "head_dim": 8},
 }
 _BERT = {
     "hidden_size": 24,
@@ -100,9 +101,12 @@ def test_active_parameters_and_flops_of_experts(name: str) -> None:
     idle = sum(p.numel() // len(p) * (len(p) - model.experts.topk) for p in experts)
     assert active_parameters(model) == total_parameters(model) - idle
     # Without attention, each weight of a matrix except the embedding is one multiply-add per token.
-    not_multiplied = sum(
-        p.numel() for n, p in reference.named_parameters() if p.dim() == 1 or "embed_tokens" in n
-    )
+    not_multiplied = 0
+    for n, p in reference.named_parameters():
+        if n.endswith("proj_bias"):  # of all experts
+            not_multiplied += p.numel() // len(p) * model.experts.topk
+        elif p.dim() == 1 or "embed_tokens" in n:
+            not_multiplied += p.numel()
     scores = sum(layer_flops(model, (8,), layer)[1] for layer in range(4))
     assert forward_flops(model, (8,), 83) - scores == 2 * 8 * (
         active_parameters(model) - not_multiplied

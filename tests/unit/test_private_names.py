@@ -17,6 +17,8 @@ FOREIGN = r"(?:torch|lightning|megatron|transformers|safetensors)"
 PUBLIC_DESPITE_UNDERSCORE = {"_replace", "_exit", "_current_frames"}
 """Documented by Python: of named tuples, ``os`` and ``sys``."""
 NOT_NAMES = {
+    "_bias",
+    "_blocks",
     "_call_",  # parts of names
     "_call_callbacks_",
     "_dataloader",
@@ -28,6 +30,7 @@ NOT_NAMES = {
     "_relative_pos_emb",  # in Megatron-LM's files
     "_remove_final_layer_norm",  # of a Hugging Face config
     "_resumed",  # a label of matplotlib
+    "_scales",
     "_token",
     "_token_id",
 }

@@ -23,7 +23,8 @@ many small experts, whose top-k probabilities are not normalized, and a shared e
 2409.02060): 64 experts, and QK norm over all heads. dots.llm1 (rednote 2025, arXiv 2506.05767) and GLM-4.5 (GLM Team
 2025, arXiv 2508.06471): the router of DeepSeek-V3 (arXiv 2412.19437), sigmoids with a bias and groups, leading dense
 layers, and shared experts without a gate; GLM-4.5's layers of multi-token prediction are left out, as in transformers.
-``output_router_logits``, with which transformers adds the
+gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks in attention, windows in every other layer, biases everywhere, a softmax
+over the chosen logits of the router, and clamped SwiGLU. ``output_router_logits``, with which transformers adds the
 auxiliary loss, is ignored: training here adds the load balancing loss whenever ``router_aux_loss_coef`` is not 0.
 """
 
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatron.convert.decoder_rules import DecoderNames
+from lightning_megatron.convert.decoder_rules import DecoderNames, StackedExperts
 from lightning_megatron.convert.family import Family, causal_lm
 from lightning_megatron.convert.model_fields import LLAMA, Fields, activation, head_dim
 from lightning_megatron.convert.rope import read_rope
@@ -193,7 +194,23 @@ def _glm4_moe(hf: Any) -> Fields:
     }
 
 
+def _gpt_oss(hf: Any) -> Fields:
+    experts = _experts(
+        hf,
+        hf.intermediate_size,
+        add_bias=True,
+        swiglu_limit=hf.swiglu_limit,
+        swiglu_alpha=hf.swiglu_alpha,
+    )
+    # transformers' model ignores hidden_act: its experts have their own activation.
+    return {**experts, "activation": "silu"}
+
+
 _DEEPSEEK_NAMES = DecoderNames(shared_expert="shared_experts")
+_GPT_OSS_NAMES = DecoderNames(
+    router="router",
+    stacked_experts=StackedExperts(is_transposed=True, is_interleaved=True),
+)
 
 
 FAMILIES = (
@@ -352,6 +369,14 @@ FAMILIES = (
         custom_fields=_glm4_moe,
         names=_DEEPSEEK_NAMES,
         partial_rotary=True,
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=causal_lm("GptOss"),
+        defaults={**LLAMA, "attention_sinks": True},
+        custom_fields=_gpt_oss,
+        names=_GPT_OSS_NAMES,
+        quantizations=("mxfp4",),
     ),
     Family(
         name="olmoe",

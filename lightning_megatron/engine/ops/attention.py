@@ -9,11 +9,14 @@ Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/d
   (Dao 2023, https://arxiv.org/abs/2307.08691); a dense mask takes twice as long;
 - one query per row, in generation: split-K (Flash-Decoding: Dao, Haziza, Massa, Sizov 2023);
 - anything else, and everything on the CPU: a dense additive mask that all layers share.
+
+Sinks are applied to the output of FlexAttention and of other kernels that return log-sum-exps (``sinks.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,9 +32,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.engine.ops import masks
-from lightning_megatron.engine.ops.flex_attention import can_use_flex, compiled_flex, flex
+from lightning_megatron.engine.ops.flex_attention import (
+    can_use_flex,
+    compiled_flex,
+    flex,
+    flex_with_sinks,
+)
 from lightning_megatron.engine.ops.key_value_cache import KeyValueCache
 from lightning_megatron.engine.ops.masks import Alibi, AlibiKind, Pattern
+from lightning_megatron.engine.ops.sinks import (
+    Sinks,
+    attend_with_sinks,
+    attend_with_sinks_and_dropout,
+)
 from lightning_megatron.engine.ops.soft_cap import soft_capped
 from lightning_megatron.engine.ops.split_k import attend_split_k, num_key_splits
 from lightning_megatron.engine.ops.varlen_attention import (
@@ -71,10 +84,11 @@ class SDPAttention(MegatronModule):
         sliding_window: int | None = None,
         alibi: AlibiKind | None = None,
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
-        """Accept the arguments of Megatron's ``Attention`` for its core attention, and three more.
+        """Accept the arguments of Megatron's ``Attention`` for its core attention, and four more.
 
-        The last three are for ``functools.partial`` in a layer's spec.
+        The last four are for ``functools.partial`` in a layer's spec.
 
         Args:
             config: The model's config.
@@ -88,6 +102,7 @@ class SDPAttention(MegatronModule):
             sliding_window: Latest tokens that a token sees, itself included; None for all.
             alibi: Variant of the linear biases; None for none.
             softcap: Replaces scores x by softcap * tanh(x / softcap) before the mask; None for no cap.
+            has_sinks: Whether each head has a learned score, of no key, in the denominator of its softmax.
 
         Raises:
             ConfigError: If the window is empty.
@@ -105,6 +120,11 @@ class SDPAttention(MegatronModule):
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
         self._has_plain_scores = alibi is None and softcap is None
+        has_plain_scores = self._has_plain_scores
+        assert has_plain_scores or not has_sinks, "sinks need scores without ALiBi and soft cap"
+        self.sinks: Sinks | None = None
+        if has_sinks:
+            self.sinks = Sinks(config)
         self.tp_rank = 0
         if alibi is not None and config.tensor_model_parallel_size > 1:
             self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -161,6 +181,8 @@ class SDPAttention(MegatronModule):
         # Without a mask torch's kernels attend to all keys, or causally from the first key on.
         is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
+        if self.sinks is not None and dropout > 0.0:
+            is_plain = False
         # Forking the tracker copies random states on the host, so only for actual dropout.
         fork: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if dropout > 0.0 and self.forks_rng:
@@ -172,6 +194,10 @@ class SDPAttention(MegatronModule):
             elif attention_bias is not None:
                 added = attention_bias.to(q.dtype)
                 out = _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
+            elif mask is None and is_plain and self.sinks is not None:
+                sinks = self._own_sinks(self.sinks.scores)
+                scale = self.softmax_scale
+                out = attend_with_sinks(q, k, v, sinks, None, causal=causal, scale=scale)
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
                     q,
@@ -207,7 +233,8 @@ class SDPAttention(MegatronModule):
             if dropout == 0.0 and can_use_flex(q, k):
                 return self._attend_flex(q, k, v, mask, pattern)
             runs = None
-            if mask is not None and self._has_plain_scores and can_use_varlen(q, k, pattern):
+            is_softmax = self._has_plain_scores and self.sinks is None
+            if mask is not None and is_softmax and can_use_varlen(q, k, pattern):
                 runs = MASK_CACHE.get(mask, "runs", segment_runs)
             if runs is not None:
                 return attend_varlen(
@@ -236,6 +263,12 @@ class SDPAttention(MegatronModule):
         dropout: float,
     ) -> Tensor:
         """Attend with a dense additive mask: [b, np, sq, hn]."""
+        if self.sinks is not None:
+            sinks = self._own_sinks(self.sinks.scores)
+            scale = self.softmax_scale
+            if dropout > 0.0:
+                return attend_with_sinks_and_dropout(q, k, v, sinks, added, dropout, scale)
+            return attend_with_sinks(q, k, v, sinks, added, causal=False, scale=scale)
         if self.softcap is not None:
             scale = self.softmax_scale
             return attend_capped(q, k, v, added, dropout, scale, self.softcap)
@@ -278,8 +311,18 @@ class SDPAttention(MegatronModule):
             self.softcap,
             self.softmax_scale,
         )
+        if self.sinks is not None:
+            sinks = self._own_sinks(self.sinks.scores)
+            with_sinks: Callable[..., Tensor] = flex_with_sinks
+            if q.is_cuda:
+                with_sinks = compiled_flex(kind, flex_with_sinks)
+            return with_sinks(q, k, v, blocks, sinks, self.softmax_scale)
         function = compiled_flex(kind) if q.is_cuda else flex
         return function(q, k, v, blocks, biases, self.softcap, self.softmax_scale)
+
+    def _own_sinks(self, sinks: Tensor) -> Tensor:
+        """Sinks of the heads that this rank attends with, [np], of those of its tensor-parallel rank."""
+        return sinks
 
     def _alibi_of(self, q: Tensor) -> Alibi | None:
         """ALiBi of the heads of ``q``, [b, np, sq, hn]; None without ALiBi."""

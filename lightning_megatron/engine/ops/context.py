@@ -222,6 +222,10 @@ class ContextParallelAttention(SDPAttention):
         number = self.tp_rank * context.size + context.rank
         return replace(alibi, first_head=number * alibi.num_local_heads)
 
+    @override
+    def _own_sinks(self, sinks: Tensor) -> Tensor:
+        return ContextParallel(self.config).own_heads(sinks, 0)
+
 
 def use_peer_copies(chunks: Iterable[torch.nn.Module]) -> None:
     """Let attention exchange heads by peer copies where the GPUs support it; collective over the cp group."""

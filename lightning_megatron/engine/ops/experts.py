@@ -5,6 +5,8 @@ megatron-core 0.16.1's ``SequentialMLP`` launches two GEMMs for each expert, its
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,20 @@ from torch import Tensor
 from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
 
 
+class ExpertBias(torch.nn.Module):
+    """Bias of one linear of each expert: ``bias`` [experts/ep, rows], a name by which Megatron decays no weights."""
+
+    def __init__(self, bias: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+
 class GroupedExperts(MegatronModule):
     """MLPs of this rank's experts, as two grouped GEMMs (``torch.nn.functional.grouped_mm``).
 
-    Parameters ``linear_fc1`` [experts/ep, (2 *) ffn, h] and ``linear_fc2`` [experts/ep, h, ffn]; their gradients are
-    reduced over Megatron's expert-data-parallel group, which includes tensor-parallel ranks. Checkpoints have separate
-    matrices per expert, with the names of Megatron's ``SequentialMLP``, so that they load at any ep.
+    Parameters ``linear_fc1`` [experts/ep, (2 *) ffn, h] and ``linear_fc2`` [experts/ep, h, ffn], and biases; their
+    gradients are reduced over Megatron's expert-data-parallel group, which includes tensor-parallel ranks. Checkpoints
+    have separate tensors per expert, with the names of Megatron's ``SequentialMLP``, so that they load at any ep.
     """
 
     def __init__(
@@ -35,8 +45,20 @@ class GroupedExperts(MegatronModule):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
+        *,
+        has_biases: bool,
+        activation: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """Create the weights; takes the arguments of Megatron's ``SequentialMLP``, ``name`` from 0.19 on."""
+        """Create the weights.
+
+        Args:
+            num_local_experts: As for Megatron's ``SequentialMLP``.
+            config: Likewise.
+            pg_collection: Likewise.
+            name: Likewise, from 0.19 on; unused.
+            has_biases: Whether both linears have biases.
+            activation: Function of the first linear's output, [n, (2 *) ffn] -> [n, ffn]; None for the config's.
+        """
         del name
         super().__init__(config=config)
         assert pg_collection is not None
@@ -50,6 +72,12 @@ class GroupedExperts(MegatronModule):
             rows = 2 * width
         self.linear_fc1 = self._create_weight(count, rows, hidden)
         self.linear_fc2 = self._create_weight(count, hidden, width)
+        self.linear_fc1_bias = None
+        self.linear_fc2_bias = None
+        if has_biases:
+            self.linear_fc1_bias = ExpertBias(self._create_weight(count, rows))
+            self.linear_fc2_bias = ExpertBias(self._create_weight(count, hidden))
+        self.activation = activation
 
     def _create_weight(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
@@ -79,18 +107,26 @@ class GroupedExperts(MegatronModule):
         Returns:
             Outputs, [n, h], and no bias.
         """
+        rows = _grouped_matmul(tokens, self.linear_fc1, ends)
+        if self.linear_fc1_bias is not None:
+            rows = _add_bias(rows, self.linear_fc1_bias.bias, ends)
         activated = RecomputedOutput()
         hidden = activated.checkpoint(
             self._activation,
-            _grouped_matmul(tokens, self.linear_fc1, ends),
+            rows,
             probs,
         )
         output = _grouped_matmul(hidden, self.linear_fc2, ends)
+        if self.linear_fc2_bias is not None:
+            # The rows of ``hidden`` have their factors already.
+            output = _add_bias(output, self.linear_fc2_bias.bias, ends, probs)
         if recomputes_cheap_outputs(self.config):
             activated.discard_output_and_register_recompute(output)
         return output, None
 
     def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        if self.activation is not None:
+            return (self.activation(hidden) * probs[:, None]).to(hidden.dtype)
         if self.config.bias_activation_fusion:  # SwiGLU on a GPU
             fused: Tensor = weighted_bias_swiglu_impl(hidden, None, probs[:, None])
             return fused
@@ -107,12 +143,15 @@ class GroupedExperts(MegatronModule):
         sharded_offsets: Any = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One entry per matrix of each expert, as for ``SequentialMLP``."""
+        """One entry per matrix and bias of each expert, as for ``SequentialMLP``."""
         build = partial(self._shards, sharded_offsets)
         replica = (0, 0, self._dp.rank())
         state = {}
         for name, weight in self.named_parameters():
             key = f"{prefix}experts.{name}.weight"
+            if name.endswith("_bias.bias"):
+                linear = name.removesuffix("_bias.bias")
+                key = f"{prefix}experts.{linear}.bias"
             state[prefix + name] = ShardedTensorFactory(key, weight, build, torch.stack, replica)
         return state
 
@@ -142,6 +181,59 @@ class GroupedExperts(MegatronModule):
             )
             for index, expert in enumerate(weight)
         ]
+
+
+def clamped_swiglu(rows: Tensor, alpha: float, limit: float) -> Tensor:
+    """Clamped SwiGLU of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), [n, ffn].
+
+    Source: OpenAI 2025 (arXiv 2508.10925), section 2.2.
+
+    Args:
+        rows: [n, 2 * ffn]: gate, then up.
+        alpha: Factor of the gate in the sigmoid.
+        limit: Largest gate, and largest absolute value of up.
+    """
+    if rows.is_cuda:
+        return _compiled_swiglu()(rows, alpha, limit)
+    return _clamped_swiglu(rows, alpha, limit)
+
+
+def _clamped_swiglu(rows: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+@functools.cache
+def _compiled_swiglu() -> Callable[[Tensor, float, float], Tensor]:
+    """``_clamped_swiglu``, compiled once per process for any number of rows: eagerly it is six kernels."""
+    return torch.compile(_clamped_swiglu, dynamic=True)
+
+
+def _add_bias(
+    rows: Tensor,
+    biases: Tensor,
+    ends: Tensor,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Add to each row the bias of its expert, [n, rows of a bias].
+
+    As a product of matrices, which sums the gradients of the biases in fp32 and in a fixed order.
+
+    Args:
+        rows: [n, rows of a bias], sorted by expert.
+        biases: [experts/ep, rows of a bias].
+        ends: [experts/ep], int32: end of each expert's rows.
+        factors: [n], fp32: factors of the biases; None for 1.
+    """
+    positions = torch.arange(len(rows), device=rows.device)
+    expert_of_row = torch.searchsorted(ends, positions, right=True)
+    experts = torch.arange(len(biases), device=rows.device)
+    is_of_expert = (expert_of_row[:, None] == experts).to(rows.dtype)
+    if factors is not None:
+        is_of_expert = (is_of_expert * factors[:, None]).to(rows.dtype)
+    return torch.addmm(rows, is_of_expert, biases)
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 MIN_FLEX_LENGTH = 512
 """Minimum number of queries and keys: below it a dense mask is small, and compilation costs more than it saves."""
@@ -89,17 +89,64 @@ def flex(
     return out
 
 
+def flex_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    sinks: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Attention with sinks (``sinks.py``) by FlexAttention, whose log-sum-exps have gradients: [b, np, sq, hn].
+
+    Args:
+        q: [b, np, sq, hn].
+        k: [b, ng, sk, hn].
+        v: [b, ng, sk, hn].
+        mask: Result of ``masks.block_mask``.
+        sinks: [np].
+        scale: Factor of the scores; None for 1 / sqrt(hn).
+    """
+    grouped = q.shape[1] != k.shape[1]
+    out, others = flex_attention(
+        q,
+        k,
+        v,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
+    )
+    assert others.lse is not None, "it was requested"
+    return scale_by_sinks(out, others.lse, sinks[:, None])
+
+
+def scale_by_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Attention with sinks, [b, np, sq, hn], from attention without.
+
+    Args:
+        output: [b, np, sq, hn], without sinks.
+        log_sums: [b, np, sq], fp32: log-sum-exps of the scores.
+        sinks: [np, sq or 1].
+    """
+    shares = torch.sigmoid(log_sums - sinks.float())
+    return (output * shares[..., None]).to(output.dtype)
+
+
 @functools.cache
-def compiled_flex(kind: Hashable) -> Callable[..., Tensor]:
-    """``flex``, compiled once per kind of attention for all lengths: the second length makes the graph dynamic.
+def compiled_flex(
+    kind: Hashable,
+    function: Callable[..., Tensor] = flex,
+) -> Callable[..., Tensor]:
+    """``function``, compiled once per kind of attention for all lengths: the second length makes the graph dynamic.
 
     Each kind has its own code object: torch limits recompilations per code object to eight, then runs it uncompiled.
     """
     name = f"_flex_{next(_FUNCTION_IDS)}"
-    function = types.FunctionType(
-        flex.__code__.replace(co_name=name),
+    copied = types.FunctionType(
+        function.__code__.replace(co_name=name),
         globals(),
         name,
     )
-    compiled: Callable[..., Tensor] = torch.compile(function)
+    compiled: Callable[..., Tensor] = torch.compile(copied)
     return compiled

@@ -25,7 +25,9 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Top-k router in fp32: softmax over all experts, or sigmoids; Megatron's parameter ``weight``, [experts, h].
+    """Top-k router in fp32: softmax over all experts, or sigmoids.
+
+    Megatron's parameters are ``weight``, [experts, h], and with ``has_bias`` ``bias``, [experts].
 
     With ``moe_router_enable_expert_bias`` experts are selected by the sum of score and ``expert_bias``, [experts],
     fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv 2408.15664). With
@@ -40,9 +42,19 @@ class Router(TopKRouter):
 
     load: Tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept the arguments of Megatron-Core's own router, of which 0.19 has more."""
+    def __init__(self, *args: Any, has_bias: bool, **kwargs: Any) -> None:
+        """Create the router.
+
+        Args:
+            args: Those of Megatron-Core's own router, of which 0.19 has more.
+            has_bias: Overrides ``add_bias_linear``, Megatron's one switch for all linears.
+            kwargs: Likewise Megatron's.
+        """
         super().__init__(*args, **kwargs)
+        self.bias = None
+        if has_bias:
+            self.bias = torch.nn.Parameter(self.weight.new_zeros(len(self.weight)))
+            self.bias.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         frequency = self.config.moe_layer_freq
         self._num_layers: int = self.config.num_layers
         if isinstance(frequency, list):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -15,7 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from lightning_megatron.engine.ops import attention, split_k
 from lightning_megatron.engine.ops.attention import SDPAttention
-from lightning_megatron.engine.ops.masks import BLOCK, MASKED_SCORE, Pattern, block_mask
+from lightning_megatron.engine.ops.masks import (
+    BLOCK,
+    MASKED_SCORE,
+    Pattern,
+    block_mask,
+    hidden_keys,
+)
 from lightning_megatron.engine.ops.varlen_attention import attend_varlen, segment_runs
 from lightning_megatron.errors import ConfigError
 
@@ -189,6 +196,8 @@ def test_block_mask_equals_torchs(pattern: Pattern, has_segments: bool) -> None:
         (PATTERNS[4], True, {"alibi": "falcon"}),
         (PATTERNS[2], False, {}),
         (PATTERNS[0], True, {"softcap": 0.5}),
+        (PATTERNS[0], True, {"has_sinks": True}),
+        (PATTERNS[2], False, {"has_sinks": True}),
     ],
     ids=str,
 )
@@ -234,6 +243,81 @@ def test_segment_runs_start_where_ids_change(
     assert (None if runs is None else runs.cu_seqlens.tolist()) == bounds
     if runs is not None:
         assert runs.max_seqlen == int(runs.cu_seqlens.diff().max())
+
+
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+
+def _layer_with_sinks(**options: Any) -> SDPAttention:
+    layer = _layer(width=16, softmax_scale=0.3, has_sinks=True, **options)
+    assert layer.sinks is not None
+    with torch.no_grad():
+        layer.sinks.scores.copy_(torch.linspace(-3, 3, HEADS))
+    return layer
+
+
+def _unfused_with_sinks(
+    qkv: list[Tensor],
+    sinks: Tensor,
+    hidden: Tensor,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention whose scores have one more column, that of the sinks, without a value."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
+    repeats = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(repeats, dim=1)
+    v = v.repeat_interleave(repeats, dim=1)
+    scores = (0.3 * q @ k.mT).masked_fill(hidden, MASKED_SCORE)
+    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    weights = F.dropout(weights, dropout)
+    return (weights @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "has_segments", "window"),
+    [
+        (24, False, None),
+        (24, True, None),
+        (24, True, 5),
+        (24, False, 5),
+        (1, False, None),
+        (1, True, 5),
+    ],
+)
+def test_attention_with_sinks_and_its_gradients_equal_softmax_with_another_column(
+    queries: int, has_segments: bool, window: int | None
+) -> None:
+    layer = _layer_with_sinks(sliding_window=window)
+    assert layer.sinks is not None
+    sinks = layer.sinks.scores
+    qkv = _qkv(queries, 24, width=16)
+    pattern = Pattern(num_queries=queries, num_keys=24, causal=True, window=window)
+    segments = _segments(24) if has_segments else None
+    hidden = hidden_keys(segments, pattern, CPU)
+    assert hidden is not None
+    inputs = [*qkv, sinks]
+    expected = _unfused_with_sinks(qkv, sinks, hidden)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    reference = torch.autograd.grad((expected * weight).sum(), inputs)
+    actual = layer(*qkv, segments)
+    gradients = torch.autograd.grad((actual * weight).sum(), inputs)
+    torch.testing.assert_close([actual, *gradients], [expected, *reference])
+
+
+def test_dropout_with_sinks_drops_weights_of_keys() -> None:
+    layer = _layer_with_sinks(attention_dropout=0.5)
+    assert layer.sinks is not None
+    qkv = _qkv(24, 24, width=16)
+    pattern = Pattern(num_queries=24, num_keys=24, causal=True)
+    hidden = hidden_keys(None, pattern, CPU)
+    assert hidden is not None
+    torch.manual_seed(1)
+    actual = layer(*qkv, None)
+    torch.manual_seed(1)
+    expected = _unfused_with_sinks(qkv, layer.sinks.scores, hidden, dropout=0.5)
+    torch.testing.assert_close(actual, expected)
+    assert not torch.allclose(actual, layer.eval()(*qkv, None))
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
@@ -366,6 +450,49 @@ def test_flex_attention_equals_the_cpu(
         _assert_equals_cpu(layer, _qkv(length, length, groups, device="cuda"), segments)
     needs_blocks = has_segments or options.keys() & {"sliding_window", "alibi", "softcap"}
     assert calls.blocks == (4 if needs_blocks else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"),
+    [
+        (1, 130, None),
+        (90, 90, None),
+        (90, 90, 20),
+        (700, 700, None),
+        (700, 700, 200),
+    ],
+)
+def test_attention_with_sinks_equals_the_cpu(
+    queries: int,
+    keys: int,
+    window: int | None,
+    has_segments: bool,
+    dtype: torch.dtype,
+) -> None:
+    on_cpu = _layer_with_sinks(sliding_window=window)
+    on_gpu = _layer_with_sinks(sliding_window=window).cuda()
+    assert on_cpu.sinks is not None
+    assert on_gpu.sinks is not None
+    segments = _segments(keys, in_runs=True) if has_segments else None
+    rounded = [x.detach().to(dtype).float() for x in _qkv(queries, keys, width=16)]
+    qkv = [x.requires_grad_() for x in rounded]
+    on_device = [x.detach().to("cuda", dtype).requires_grad_() for x in rounded]
+    expected = on_cpu(*qkv, segments)
+    actual = on_gpu(*on_device, None if segments is None else segments.cuda())
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    if segments is not None:
+        weight *= (segments[:, -queries:] != 0).t()[:, :, None]
+    reference = torch.autograd.grad((expected * weight).sum(), [*qkv, on_cpu.sinks.scores])
+    gradients = torch.autograd.grad(
+        (actual.float() * weight.cuda()).sum(), [*on_device, on_gpu.sinks.scores]
+    )
+    is_exact = dtype is torch.float32
+    for ours, theirs in zip(gradients, reference, strict=True):
+        error = (ours.float().cpu() - theirs).norm() / theirs.norm()
+        assert error < (1e-3 if is_exact else 2e-2)
 
 
 @pytest.mark.gpu
