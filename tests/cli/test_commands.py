@@ -154,8 +154,17 @@ def test_only_one_rank_reports_an_error(
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert errors.report("tp=3 is wrong") == 2
         assert capsys.readouterr().err == f"error: {message}\n"
-    child = "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.errors import report; report('x')"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); import time; time.sleep(1)"
+    child = (
+        "import os; os.environ['LOCAL_RANK'] = '1'; from lightning_megatron.errors import report; "
+        "print(flush=True); report('x')"
+    )
+    # The parent exits a second after the child says that it is about to report.
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "time.sleep(1)\n"
+    )
     # Both processes hold stderr, so run() returns only after the child has ended.
     done = subprocess.run(
         [sys.executable, "-c", parent], capture_output=True, text=True, timeout=200, cwd=ROOT
