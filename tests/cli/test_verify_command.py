@@ -158,11 +158,10 @@ def _altered(folder: str) -> None:
 def _permuted(folder: str) -> None:
     """Like ``_compute``, with heads of queries in another order in both directions, so that only numbers show it."""
     from lightning_megatron.convert import decoder_rules
-
-    original = decoder_rules.qkv_order
+    from lightning_megatron.convert.rules import qkv_order
 
     def other_order(heads: int, groups: int, channels: int) -> torch.Tensor:
-        order = original(heads, groups, channels).clone()
+        order = qkv_order(heads, groups, channels).clone()
         order[: 2 * channels] = order[: 2 * channels].roll(channels)
         return order
 
@@ -291,10 +290,10 @@ def test_memory_beyond_the_host_is_refused_and_scarce_memory_warned_of() -> None
 
 
 def test_memory_that_is_not_free_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_megatron.verify import memory
+    import psutil
 
     host = SimpleNamespace(available=5, total=10)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: host)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     assert "Warning: that may be too little" in check_memory([Need(what="1", num_bytes=6)], "cpu")
 
 
