@@ -16,6 +16,10 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
 Positions: TypeAlias = Literal["absolute", "rotary", "alibi"]
 AttentionHeads: TypeAlias = Literal["multihead", "multiquery"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+LANGUAGE_MODELING = ("causal_lm", "seq2seq_lm", "masked_lm", "pretraining")
+"""Tasks whose head has an output layer, with a logit for each token of the vocabulary."""
+CLASSIFICATION = ("sequence_classification", "token_classification")
+"""Tasks whose head has logits (or regression values) for labels, of each row or of each token."""
 _LARGEST_SIZE = 2**40
 """Largest size of a layer; the sizes of all weights together are compared with the memory."""
 _MAX_PROJECTION_ROWS = 1 << 22
@@ -275,6 +279,8 @@ class ModelConfig:
     problem_type: ProblemType | None = None
     """Sequence classification: selects the loss; None: infer it from ``num_labels`` and the labels' dtype, as Hugging
     Face does."""
+    classifier_bias: bool = True
+    """Classification: whether the head has a bias (False for sequences in decoders)."""
     scale_decoder_outputs: bool = False
     """T5: whether the decoder's output is multiplied by 1 / sqrt(hidden_size) before the head."""
     decoder_start_token_id: int = 0
@@ -434,8 +440,8 @@ class ModelConfig:
 
     @property
     def has_output_layer(self) -> bool:
-        """Whether the model has a vocabulary output layer; a BERT may have another head instead."""
-        return self.architecture != "bert" or self.task in ("pretraining", "masked_lm")
+        """Whether the model has a vocabulary output layer, not another head instead."""
+        return self.task in LANGUAGE_MODELING
 
     @property
     def has_pooler(self) -> bool:

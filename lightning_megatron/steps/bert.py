@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric
+from torchmetrics import Metric
 
 from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
-from lightning_megatron.errors import ConfigError, DataError, require_choice
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.foreign_names import checks_options
-from lightning_megatron.models.config import ModelConfig, ProblemType
+from lightning_megatron.models.config import CLASSIFICATION, ModelConfig
 from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
+from lightning_megatron.steps.labels import Labels, check_classes, class_targets
 from lightning_megatron.steps.metrics import WeightedMean
 
 MEGATRON_NAMES = {
@@ -113,31 +114,11 @@ class BertTrainStep(MaskedLossStep):
             self._heads.pop("sop_loss", None)
         self.loss_terms = tuple(self._heads)  # type: ignore[misc]
         self.masks = {name: head.mask for name, head in self._heads.items()}
-        n = model.num_labels
-        self._problem: ProblemType | None = "single_label_classification"
-        if model.task == "sequence_classification":
-            self._problem = model.problem_type
-        if self._problem is not None:
-            require_choice("problem_type", self._problem, get_args(ProblemType))
-        if "label_loss" in self._heads and self._problem == "single_label_classification" and n < 2:
+        self._labels = Labels(model) if model.task in CLASSIFICATION else None
+        if model.task == "question_answering" and model.num_labels != 2:
             raise ConfigError(
-                f"num_labels={n}: expected at least 2 for task={model.task!r}; use num_labels=2, or "
-                "problem_type='regression' for one value"
+                f"num_labels={model.num_labels}: expected 2 for task='question_answering'; use num_labels=2"
             )
-        if model.task == "question_answering" and n != 2:
-            raise ConfigError(
-                f"num_labels={n}: expected 2 for task='question_answering'; use num_labels=2"
-            )
-
-    def _infer_problem(self, labels: Tensor) -> ProblemType:
-        """Problem type of the config, else of the first batch, as ``MegatronBertForSequenceClassification`` does."""
-        if self._problem is not None:
-            return self._problem
-        if self.model.num_labels == 1:
-            return "regression"
-        if labels.is_floating_point():
-            return "multi_label_classification"
-        return "single_label_classification"
 
     def check_batch(self, batch: Batch) -> None:
         """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
@@ -180,44 +161,27 @@ class BertTrainStep(MaskedLossStep):
         name = head.labels
         labels = batch[name]
         rows, length = batch["input_ids"].shape
-        if self._infer_problem(labels) != "single_label_classification":
-            self._check_float_labels(name, labels, rows)
+        if self._labels is not None:
+            self._labels.check(labels, rows, length)
             return
-        if head.per_token:
-            batch_checks.check_integers(name, labels, "one per token", (rows, length))
-        else:
-            batch_checks.check_integers(name, labels, "one per row", (rows,), (rows, 1))
-        if name == "labels" and self.model.has_output_layer:
+        check_classes(
+            name,
+            labels,
+            rows,
+            length,
+            per_token=head.per_token,
+        )
+        if name == "labels":
             if "loss_mask" in batch:
                 labels = labels.masked_fill(batch["loss_mask"] == 0, base.IGNORE_INDEX)
             limit = self.model.vocab_size
             rule = "vocab_size"
-        elif name == "labels":
-            limit = self.model.num_labels
-            rule = "num_labels"
         elif name == "next_sentence_label":
             limit = 2
             rule = "sentence orders"
         else:
             return
         batch_checks.check_range(name, labels, limit, rule, base.IGNORED_LABELS)
-
-    def _check_float_labels(self, name: str, labels: Tensor, rows: int) -> None:
-        n = self.model.num_labels
-        problem = self._infer_problem(labels)
-        rule = f"num_labels={n}, problem_type={problem!r}"
-        if not labels.is_floating_point():
-            raise DataError(
-                f"{name} is {labels.dtype} and must be a float type ({rule}); use {name}.float()"
-            )
-        batch_checks.check_values(name, labels, labels.isfinite(), "finite")
-        shapes: list[tuple[int, ...]] = [(rows, n)]
-        if n == 1:
-            shapes.append((rows,))
-        batch_checks.check_shape(name, labels, rule, *shapes)
-        if problem == "multi_label_classification":
-            is_valid = (labels >= 0) & (labels <= 1)
-            batch_checks.check_values(name, labels, is_valid, f"in 0..1 ({rule})")
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return ``tokens`` [b, s] int64, mask, token types and positions if any, and targets with their weights.
@@ -233,22 +197,27 @@ class BertTrainStep(MaskedLossStep):
         length = renamed["input_ids"].shape[1]
         for head in self._heads.values():
             labels = renamed[head.labels]
-            self._problem = self._infer_problem(labels)
-            if self._problem == "single_label_classification":
-                labels = labels.long()
-                if not head.per_token:
-                    labels = labels.reshape(-1)
-                if self.model.task == "question_answering":
-                    # As in Hugging Face, negative positions count as 0, and positions after the row are ignored.
-                    labels = labels.clamp(min=0).masked_fill(labels >= length, base.IGNORE_INDEX)
-                targets = labels.clamp(min=0)
-                counted = labels >= 0
+            if self._labels is not None:
+                targets, counted = self._labels.targets(labels)
             else:
-                targets = labels.float().reshape(-1, self.model.num_labels)
-                counted = torch.ones_like(targets)
+                targets, counted = self._class_targets(head, labels, length)
             prepared[head.targets] = targets
             prepared[head.mask] = base.target_weights(counted, renamed)
         return prepared
+
+    def _class_targets(
+        self,
+        head: _Head,
+        labels: Tensor,
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
+        labels = labels.long()
+        if not head.per_token:
+            labels = labels.reshape(-1)
+        if self.model.task == "question_answering":
+            # As in Hugging Face, negative positions count as 0, and positions after the row are ignored.
+            labels = labels.clamp(min=0).masked_fill(labels >= length, base.IGNORE_INDEX)
+        return class_targets(labels)
 
     def _renamed(self, batch: Batch) -> Batch:
         """Return the batch by Hugging Face's names."""
@@ -325,10 +294,8 @@ class BertTrainStep(MaskedLossStep):
         return (output,)
 
     def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self._problem == "regression":
-            return (logits - targets).square()
-        if self._problem == "multi_label_classification":
-            return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        if self._labels is not None:
+            return self._labels.losses(logits, targets)
         losses = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
         if self.model.task == "question_answering":
             losses = 0.5 * losses
@@ -339,33 +306,14 @@ class BertTrainStep(MaskedLossStep):
 
         Question answering: ``exact_match``, the fraction of rows whose predicted start and end are both correct.
         """
-        n = self.model.num_labels
-        if "lm_loss" in self._heads:
-            metrics = super().metrics()
-            if "sop_loss" in self._heads:
-                metrics["sop_accuracy"] = WeightedMean()
-            return metrics
+        if self._labels is not None:
+            return self._labels.metrics()
         if "start_loss" in self._heads:
             return {"exact_match": WeightedMean()}
-        if self._problem == "regression" or (self._problem is None and n == 1):
-            return {"mse": MeanSquaredError()}
-        if self._problem != "multi_label_classification":
-            options: dict[str, Any] = {
-                "task": "multiclass",
-                "num_classes": n,
-                "ignore_index": base.IGNORE_INDEX,
-                "validate_args": False,
-            }
-            return {
-                "accuracy": Accuracy(**options, average="micro"),
-                "f1": F1Score(**options, average="macro"),
-            }
-        options = {
-            "task": "multilabel" if n > 1 else "binary",
-            "num_labels": n,
-            "average": "macro",
-        }
-        return {"accuracy": Accuracy(**options), "f1": F1Score(**options)}
+        metrics = super().metrics()
+        if "sop_loss" in self._heads:
+            metrics["sop_accuracy"] = WeightedMean()
+        return metrics
 
     def update_metrics(
         self,
@@ -374,7 +322,9 @@ class BertTrainStep(MaskedLossStep):
         output: Output,
     ) -> None:
         """Update the metrics with one microbatch; targets with weight 0 do not count."""
-        if "lm_loss" in self._heads:
+        if self._labels is not None:
+            self._labels.update_metrics(metrics, batch, output)
+        elif "lm_loss" in self._heads:
             super().update_metrics(metrics, batch, output[0])
             if "sop_loss" in self._heads:
                 is_correct = output[1].argmax(-1) == batch["order"]
@@ -384,28 +334,3 @@ class BertTrainStep(MaskedLossStep):
             is_correct = (starts == batch["start"]) & (ends == batch["end"])
             is_counted = (batch["start_mask"] > 0) & (batch["end_mask"] > 0)
             metrics["exact_match"].update(is_correct, is_counted)
-        else:
-            self._update_label_metrics(metrics, batch, output)
-
-    def _update_label_metrics(
-        self,
-        metrics: Mapping[str, Metric],
-        batch: Batch,
-        output: Tensor,
-    ) -> None:
-        targets = batch["targets"]
-        counted = batch["loss_mask"] > 0
-        if self._problem == "single_label_classification":
-            preds = output.flatten(0, -2).float()
-            targets = targets.masked_fill(~counted, base.IGNORE_INDEX).flatten()
-        elif not counted.any():
-            return
-        elif self._problem == "regression":
-            preds = output[counted].float()
-            targets = targets[counted]
-        else:  # not logits: torchmetrics takes logits that are all in 0..1 for probabilities
-            rows = counted[:, 0]
-            preds = (output[rows] > 0).long()
-            targets = (targets[rows] > 0.5).long()
-        for metric in metrics.values():
-            metric.update(preds, targets)
