@@ -37,8 +37,12 @@ from lightning_megatron.predictions import gather_predictions as gather_predicti
 from lightning_megatron.run.heartbeat import Heartbeat as Heartbeat
 from lightning_megatron.steps.base import TrainStep as TrainStep
 from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
+from lightning_megatron.steps.classification import (
+    ClassificationTrainStep as ClassificationTrainStep,
+)
 from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
 from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep
+from lightning_megatron.steps.reward import RewardTrainStep as RewardTrainStep
 from lightning_megatron.steps.t5 import T5TrainStep as T5TrainStep
 from lightning_megatron.strategy import MegatronStrategy as MegatronStrategy
 

@@ -31,7 +31,12 @@ from lightning_megatron.convert.hugging_face import (
 )
 from lightning_megatron.convert.hugging_face_saving import save_hugging_face
 from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
-from lightning_megatron.convert.registry import config_fields, config_object, model_config
+from lightning_megatron.convert.registry import (
+    config_fields,
+    config_object,
+    model_config,
+    with_labels,
+)
 from lightning_megatron.convert.weight_files import open_weights
 from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
 from lightning_megatron.engine.lr_schedule import (
@@ -48,9 +53,17 @@ from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
+from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.build import build_chunks, initialize_weights
 from lightning_megatron.models.checks import check_model, size_warning
-from lightning_megatron.models.config import AttentionHeads, ModelConfig, Positions, with_variant
+from lightning_megatron.models.config import (
+    CLASSIFICATION,
+    AttentionHeads,
+    ModelConfig,
+    Positions,
+    ProblemType,
+    with_variant,
+)
 from lightning_megatron.models.lora import freeze_base, merged
 from lightning_megatron.planning.startup import check_host_memory, startup_lines
 from lightning_megatron.steps import train_step_named
@@ -76,10 +89,15 @@ class MegatronModule(pl.LightningModule):
     Args:
         model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, a path to
             a model directory, or the name of a model on the Hugging Face hub, ``org/name`` or ``org/name@revision``.
-        train_step: Training objective: ``gpt``, ``bert``, ``t5``, ``last_word`` (a GPT's accuracy on the last word of
-            each text), or your own ``TrainStep``; None for the default of the architecture.
+        train_step: Training objective: ``gpt`` and ``bert`` (that of the ``task``), ``t5``, ``last_word`` (a GPT's
+            accuracy on the last word of each text), ``reward`` (a GPT's pairwise loss of rewards), or your own
+            ``TrainStep``; None for the default of the architecture.
         pretrained: Start from the weights in the directory ``model``; each rank reads only its own shards.
         task: Head of the model, e.g. ``sequence_classification``; None for the one that its config names.
+        num_labels: Outputs of a classification head, classes or values; 1 for a reward. None: as in its config.
+        problem_type: Kind of the labels of ``sequence_classification``: ``regression``,
+            ``single_label_classification`` or ``multi_label_classification``. None: as in its config, or as the
+            first batch tells.
         position_embedding_type: For a GPT from scratch: ``absolute``, ``rotary`` or ``alibi``; None: as in its config.
         attention_head_type: For a GPT from scratch: ``multihead`` or ``multiquery``; None: as in its config.
         model_provider: Function that builds the model chunks in place of this package: called with the model config and
@@ -102,7 +120,7 @@ class MegatronModule(pl.LightningModule):
     def __init__(  # noqa: D107 (described on the class)
         self,
         model: str | dict[str, Any] | Any,
-        train_step: Literal["gpt", "bert", "t5", "last_word"] | TrainStep | None = None,
+        train_step: Literal["gpt", "bert", "t5", "last_word", "reward"] | TrainStep | None = None,
         pretrained: bool = False,
         task: str | None = None,
         position_embedding_type: Positions | None = None,
@@ -115,6 +133,8 @@ class MegatronModule(pl.LightningModule):
         return_logits: bool | Literal["last_stage"] = False,
         make_vocab_size_divisible_by: int = 128,
         lora: LoRA | str | None = None,
+        num_labels: int | None = None,
+        problem_type: ProblemType | None = None,
     ) -> None:
         super().__init__()
         self.adaptation = adaptation(lora, str(model) if pretrained else None)
@@ -122,16 +142,15 @@ class MegatronModule(pl.LightningModule):
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
+        self._labelled_model = with_labels(model, task, num_labels, problem_type)
         config = replace(
-            model_config(model, task),
+            model_config(self._labelled_model, task),
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         )
         self.pretrained_path: Path | None = None
         if pretrained:
             self.pretrained_path = _weights_directory(model)
-            weights = open_weights(self.pretrained_path)
-            check_num_layers(config, weights)
-            config = resolve_tied_output(config, weights)
+            config = _compared_with_weights(config, self.pretrained_path)
         self.model_config: ModelConfig = with_variant(
             config,
             position_embedding_type,
@@ -145,7 +164,7 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
-        self.train_step = _train_step(train_step, self.model_config.architecture)
+        self.train_step = _train_step(train_step, self.model_config)
         self.train_step.bind(self.model_config)
         require_number("lr", lr)
         self.lr = lr
@@ -160,7 +179,7 @@ class MegatronModule(pl.LightningModule):
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._step_lr = 0.0
         self._model = model
-        fields = config_fields(model)
+        fields = config_fields(self._labelled_model)
         self.hugging_face_config: dict[str, Any] | None = None
         """Fields of the model's ``config.json``, with which a checkpoint can be exported to a Hugging Face directory;
         None with a ``model_provider``, which may build any model."""
@@ -173,6 +192,8 @@ class MegatronModule(pl.LightningModule):
             "train_step": train_step,
             "position_embedding_type": position_embedding_type,
             "attention_head_type": attention_head_type,
+            "num_labels": num_labels,
+            "problem_type": problem_type,
         }
         self.save_hyperparameters(self._plain_arguments(given))
 
@@ -363,6 +384,11 @@ class MegatronModule(pl.LightningModule):
         missing = None
         if self.pretrained_path is not None:
             missing = load_hugging_face(chunks, self.model_config, self.pretrained_path)
+            if self.adaptation is not None and not all(map(is_adapter, missing)):
+                rank_zero_warn(
+                    "lora: expected the weights of the head, which LoRA leaves as they are, got random ones; train the "
+                    "head first, without lora"
+                )
         initialize_weights(chunks, self.model_config, run_seed(), only=missing)
         if self.adaptation is not None and self.adaptation.source is not None:
             load_adapter(chunks, self.model_config, self.adaptation.source)
@@ -674,9 +700,9 @@ class MegatronModule(pl.LightningModule):
                 get None.
 
         Returns:
-            [b, s, vocab_size] fp32, in the order of the rows; for a T5 [b, s_dec, vocab_size]; for a BERT by its task:
-            [b, s, vocab_size], [b, num_labels] for ``sequence_classification``, else [b, s, num_labels] (the logits of
-            the sentence order, which ``pretraining`` also learns, are left out).
+            [b, s, vocab_size] fp32, in the order of the rows; for a T5 [b, s_dec, vocab_size]. For other tasks than
+            language modeling: [b, num_labels] for ``sequence_classification``, else [b, s, num_labels] (the logits of
+            the sentence order, which a BERT's ``pretraining`` also learns, are left out).
 
         Raises:
             ConfigError: On all ranks, before anything runs: if there is no model yet, or it cannot read a row.
@@ -696,14 +722,18 @@ class MegatronModule(pl.LightningModule):
         return special_token_ids(self._model)
 
     def _live_model(self, *, generates: bool = False) -> LiveModel:
-        """The model on this rank; with ``generates`` it must be a GPT or T5.
+        """The model on this rank; with ``generates`` it must be a language model, a GPT or T5.
 
         Raises:
-            ConfigError: If there is no model yet, or a BERT is to generate.
+            ConfigError: If there is no model yet, or a BERT or a classifier is to generate.
         """
-        if generates and self.model_config.architecture == "bert":
+        model = self.model_config
+        if generates and model.architecture == "bert":
+            raise ConfigError(f"generate is for GPTs and T5s, and {model.family} is a BERT")
+        if generates and model.task in CLASSIFICATION:
             raise ConfigError(
-                f"generate is for GPTs and T5s, and {self.model_config.family} is a BERT"
+                f"generate is for language models, and this {model.family} has a head for task={model.task!r}; "
+                "Trainer.predict returns its logits with return_logits=True"
             )
         return LiveModel(
             chunks=self._built_chunks(),
@@ -798,7 +828,7 @@ class MegatronModule(pl.LightningModule):
                 save_hugging_face(
                     chunks,
                     model,
-                    config_object(self._model),
+                    config_object(self._labelled_model),
                     directory,
                     max_shard_size,
                     companions,
@@ -928,8 +958,19 @@ def _weights_directory(model: Any) -> Path:
     return Path(model)
 
 
-def _train_step(given: str | TrainStep | None, architecture: str) -> TrainStep:
-    """The train step of a name, the given object, or that of an architecture.
+def _compared_with_weights(model: ModelConfig, path: Path) -> ModelConfig:
+    """``model`` with its output layer tied or not, as the weights in the directory ``path`` say.
+
+    Raises:
+        CheckpointError: If they are missing or damaged, or have fewer layers.
+    """
+    weights = open_weights(path)
+    check_num_layers(model, weights)
+    return resolve_tied_output(model, weights)
+
+
+def _train_step(given: str | TrainStep | None, model: ModelConfig) -> TrainStep:
+    """The train step of a name and the model's task, the given object, or that of the model's architecture.
 
     Raises:
         ConfigError: If something else is given, or the name is unknown.
@@ -941,7 +982,7 @@ def _train_step(given: str | TrainStep | None, architecture: str) -> TrainStep:
             f"train_step={given!r}: expected the name or an object of a TrainStep, got a "
             f"{type(given).__name__}; give e.g. train_step=MyTrainStep()"
         )
-    return train_step_named(architecture if given is None else given)
+    return train_step_named(given or model.architecture, model.task)
 
 
 def _accepted_arguments(cls: type[MegatronModule], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tests.cli.command import instantiate, run_cli
 from tests.cli.corpus import VOCAB_SIZE
 from tests.cli.test_config_command import OLD
 from tests.families.parity import tiny_model
-from tests.models import NO_DROPOUT, QUIET
+from tests.models import LLAMA, NO_DROPOUT, QUIET
 from tests.pages import blocks, commands, execute, token_loader
 from tests.ranks import ROOT, run_ranks
 from tests.tokenizers import byte_level_tokenizer, make_tokenizer
@@ -71,7 +71,7 @@ BLOCKS = {
     FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
-    TRAINING: ["python"],
+    TRAINING: ["python", "python"],
     "docs/which_layout.md": ["bash"],  # likewise
     SEVERAL_HOSTS: ["bash", "bash"],  # run on several hosts by tests/hosts
 }
@@ -253,6 +253,46 @@ def test_the_added_loss_of_the_training_page_is_trained(tmp_path: Path) -> None:
     for expected, loss, total in run_ranks(_added_loss, 2, str(tmp_path), config):
         assert loss == pytest.approx(expected, rel=1e-5)  # fp32, summed in another order
         assert total == pytest.approx(loss, rel=1e-6)
+
+
+def _reward_loss(folder: str, config: dict[str, Any]) -> tuple[float, float]:
+    """Loss of the pairs that the page shows: by hand, from the model's logits, and of the step."""
+    import torch
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import MegatronStrategy
+
+    changes = {'"llama"': str(config), "pretrained=True": "pretrained=False"}
+    shown = execute(TRAINING, 1, folder, changes)
+    model = shown["model"]
+    batch = shown["batch"]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MegatronStrategy(pp=2, num_microbatches=2),
+        max_steps=1,
+        **QUIET,
+    )
+    losses: list[torch.Tensor] = []
+
+    def by_hand(*_: Any) -> None:
+        chosen, rejected = (
+            model.logits(batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"])
+            for name in ("chosen", "rejected")
+        )
+        losses.append(torch.log(1 + torch.exp(rejected - chosen)).mean())
+
+    model.on_train_start = by_hand
+    rows: Any = [{name: tensor[row] for name, tensor in batch.items()} for row in range(2)]
+    trainer.fit(model, DataLoader(rows, batch_size=2))
+    return losses[0].item(), trainer.callback_metrics["train_reward_loss"].item()
+
+
+def test_the_pairs_of_the_training_page_train_a_reward_model(tmp_path: Path) -> None:
+    config = {"model_type": "llama", **LLAMA, "vocab_size": 64, "initializer_range": 0.2}
+    for expected, loss in run_ranks(_reward_loss, 2, str(tmp_path), config):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def _run_python(

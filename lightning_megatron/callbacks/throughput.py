@@ -186,10 +186,11 @@ def _estimates(
     device = by_name.get(torch.cuda.get_device_name(strategy.root_device))
     if device is None or strategy.fp8 is not None:
         return {}
+    shape = strategy.step_shape
     run = make_run(
         model,
         strategy.settings,
-        rows=strategy.step_shape.micro_batch_size,
+        rows=shape.micro_batch_size * shape.sequences_per_row,
         lengths=lengths,
         world_size=world_size,
     )

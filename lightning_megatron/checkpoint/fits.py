@@ -45,6 +45,7 @@ VISIBLE_IN_WEIGHTS = {
     "add_bias_linear",
     "add_qkv_bias",
     "architecture",
+    "classifier_bias",
     "embedding_layernorm",
     "lora",
     "num_labels",

@@ -315,6 +315,8 @@ def _check_model(source: ModelSource, options: ConvertOptions, layout: ParallelC
             f"pp={layout.pp} x vpp={layout.num_model_chunks} = {stages} stages are more than the {layers} layers of "
             "this model; use fewer"
         )
+    if options.to == "hf":
+        family_of(model.family).class_of(model.task)
     if options.to == "megatron-legacy":
         _check_legacy_model(model, layout)
     if options.to == "peft" and model.lora is None:
@@ -337,6 +339,11 @@ def _check_legacy_model(model: ModelConfig, layout: ParallelConfig) -> None:
         raise ConfigError(
             "to=megatron-legacy: expected a model without experts, which that format cannot hold, got "
             f"{model.family}; use to=megatron or to=hf"
+        )
+    if model.architecture == "gpt" and not model.has_output_layer:
+        raise ConfigError(
+            f"to=megatron-legacy: expected a language model, as Megatron-LM's GPTs have no other heads, got one for "
+            f"task={model.task!r}; use to=megatron or to=hf"
         )
     split_layers(model, layout)
     if _world_size() > 1 and model.architecture == "t5" and layout.pp > 1:

@@ -112,10 +112,22 @@ def norm(
 
 
 def output_layer(model: ModelConfig, name: str = "lm_head") -> list[Rule]:
-    """Rule of the output layer; none if it is tied to the embedding."""
-    if model.share_embeddings_and_output_weights:
+    """Rule of the output layer; none if it is tied to the embedding, or the model has another head."""
+    if model.share_embeddings_and_output_weights or not model.has_output_layer:
         return []
     return [Rule(megatron="output_layer.weight", hugging_face=(f"{name}.weight",))]
+
+
+_CLASSIFIERS = {
+    "sequence_classification": "classification_head.dense",
+    "token_classification": "token_head.dense",
+}
+"""Megatron's name of the linear layer of each task's head."""
+
+
+def head_rules(model: ModelConfig, module: str) -> list[Rule]:
+    """Rules of a decoder's classification head, whose linear layer Hugging Face calls ``module``."""
+    return linear(_CLASSIFIERS[model.task], (module,), model.classifier_bias)
 
 
 def stack_rules(

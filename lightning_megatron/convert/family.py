@@ -23,6 +23,49 @@ from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 
+_CLASSIFIER_DROPOUT = 0.1
+"""Dropout before a decoder's head for tokens if its config gives none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Classification head of a decoder, a linear layer on its last hidden states."""
+
+    architecture: str | None
+    """Hugging Face class that has it; None: transformers has none, so the model trains but cannot be exported."""
+    module: str
+    """Hugging Face's name of the linear layer."""
+    has_bias: bool
+
+
+def classifiers(
+    name: str | None = None,
+    *,
+    has_tokens: bool = True,
+    token_module: str = "score",
+) -> Mapping[str, Head]:
+    """``Family.heads`` of a decoder.
+
+    Args:
+        name: Prefix of Hugging Face's classes; None if there are none.
+        has_tokens: Whether there is a class for tokens, besides that for sequences.
+        token_module: Name of the linear layer of the class for tokens.
+    """
+    sequences = None if name is None else f"{name}ForSequenceClassification"
+    tokens = f"{name}ForTokenClassification" if name is not None and has_tokens else None
+    return {
+        "sequence_classification": Head(
+            architecture=sequences,
+            module="score",
+            has_bias=False,
+        ),
+        "token_classification": Head(
+            architecture=tokens,
+            module=token_module,
+            has_bias=True,
+        ),
+    }
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
@@ -36,7 +79,9 @@ class Family:
     name: str
     """``model_type`` in ``config.json``."""
     architectures: Mapping[str, str]
-    """Hugging Face class with the head of each task; the first task is the default."""
+    """Hugging Face class with the head of each task, except those of ``heads``; the first task is the default."""
+    heads: Mapping[str, Head] = field(default_factory=classifiers)
+    """Classification heads of a decoder, by task; none for other models, which name theirs in ``rules``."""
     defaults: Fields
     """Fields of all models of the family, unless the config says otherwise."""
     custom_fields: Callable[[Any], Fields] = lambda hf_config: {}
@@ -53,6 +98,28 @@ class Family:
     """See ``read_rope``."""
     quantizations: tuple[str, ...] = ()
     """Values of ``quant_method`` in ``quantization_config`` whose weights are read, dequantized."""
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Hugging Face class of each task that has one."""
+        of_heads = {task: head.architecture for task, head in self.heads.items()}
+        return {
+            **self.architectures,
+            **{task: name for task, name in of_heads.items() if name is not None},
+        }
+
+    def class_of(self, task: str) -> str:
+        """Hugging Face class that computes a task.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if task not in self.classes:
+            raise ConfigError(
+                f"transformers has no {self.name} model for task={task!r}; keep it as a checkpoint "
+                "(trainer.save_checkpoint, or convert --to megatron), or train a family that has one"
+            )
+        return self.classes[task]
 
     def describe(self, hf: Any) -> ModelConfig:
         """Build the ``ModelConfig`` of a Hugging Face config object of this type, without its task.
@@ -95,12 +162,14 @@ class Family:
         named = task or (getattr(hf_config, "architectures", None) or [None])[0]
         if task is None and (named is None or str(named).endswith("Model")):
             return next(iter(self.architectures))
-        for known, architecture in self.architectures.items():
+        for known, architecture in self.classes.items():
             if named in (known, architecture):
                 return known
+        if task is not None and task in self.heads:
+            return task
         option = "architectures" if task is None else "task"
-        tasks = ", ".join(self.architectures)
-        classes = ", ".join(self.architectures.values())
+        tasks = ", ".join((*self.architectures, *self.heads))
+        classes = ", ".join(self.classes.values())
         raise ConfigError(
             f"{option}={named!r} is unknown to {self.name} models; choose from {tasks}, in config.json {classes}"
         )
@@ -124,15 +193,29 @@ class Family:
                     f"use {name}={choices}"
                 )
         try:
-            return replace(
-                self.describe(hf_config),
-                task=self.task_of(hf_config, task),
-            )
+            task = self.task_of(hf_config, task)
+            head = self.heads.get(task)
+            fields = {} if head is None else _head_fields(hf_config, task, head)
+            return replace(self.describe(hf_config), task=task, **fields)
         except ConfigError:
             raise
         # transformers does not validate all fields of a config.json.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"the {self.name} config is invalid ({error}); correct it") from error
+
+
+def _head_fields(hf: Any, task: str, head: Head) -> Fields:
+    """Fields of a decoder's classification head, as transformers' ``modeling_layers`` reads them."""
+    dropout = 0.0
+    if task == "token_classification":
+        given = (getattr(hf, name, None) for name in ("classifier_dropout", "hidden_dropout"))
+        dropout = next((value for value in given if value is not None), _CLASSIFIER_DROPOUT)
+    return {
+        "num_labels": hf.num_labels,
+        "problem_type": hf.problem_type,
+        "classifier_dropout": dropout,
+        "classifier_bias": head.has_bias,
+    }
 
 
 def causal_lm(name: str) -> Mapping[str, str]:

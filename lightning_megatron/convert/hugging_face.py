@@ -89,7 +89,10 @@ class HuggingFaceSource(Source):
         import transformers
 
         family = family_of(model.family)
-        hf_class = getattr(transformers, family.architectures[model.task])
+        # For a head without a class the files are of another one, whose ignored keys are those of the family.
+        first, *_ = family.classes.values()
+        hf_class = getattr(transformers, family.classes.get(model.task, first))
+        tied = None if model.task in family.heads else hf_class._tied_weights_keys
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -101,7 +104,7 @@ class HuggingFaceSource(Source):
             shapes |= tensors
 
         actual = _stored_names(self.stored, keys, family)
-        ties = _resolve_ties(actual, keys, hf_class._tied_weights_keys or {}, family)
+        ties = _resolve_ties(actual, keys, tied or {}, family)
         self._stored_name = {name: actual[name] for name in keys if name in actual}
         found = {}
         for name, in_file in self._stored_name.items():
@@ -113,7 +116,8 @@ class HuggingFaceSource(Source):
             in_file = actual[name]
             if NO_WEIGHTS.search(in_file) or any(re.search(pattern, name) for pattern in ignorable):
                 continue
-            if name.split(".")[0] in _HEADS or ".pooler." in name:
+            module = name.split(".")[0]
+            if module in (*_HEADS, family.names.output) or ".pooler." in name:
                 of_other_heads.append(in_file)
             else:
                 unexpected[in_file] = self.stored[in_file]
@@ -153,7 +157,8 @@ class HuggingFaceSource(Source):
         """Missing tensors of head modules of which the files have no tensor at all; these are newly initialized."""
         base = family.names.base
         has_base = any(name.startswith(base) for name in self.stored)
-        if has_base and model.architecture != "bert":
+        is_language_model = model.architecture != "bert" and model.has_output_layer
+        if has_base and is_language_model:
             return set()
         stored_heads = {_head_of(name) for name in self._stored_name}
         return {

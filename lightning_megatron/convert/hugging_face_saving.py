@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.companions import copy_companions
 from lightning_megatron.convert.progress import weights_progress
-from lightning_megatron.convert.registry import config_for_task
+from lightning_megatron.convert.registry import config_for_task, family_of
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.convert.source import Stored
 from lightning_megatron.convert.weight_files import (
@@ -89,7 +89,7 @@ def save_hugging_face(
         without: Tensors of a head to leave out.
 
     Raises:
-        ConfigError: If ``max_shard_size`` is not a size.
+        ConfigError: If ``max_shard_size`` is not a size, or no Hugging Face class has the model's head.
         CheckpointError: On every rank, if a file cannot be written; the directory's old weights are then intact.
     """
     # Both imports take seconds.
@@ -98,6 +98,7 @@ def save_hugging_face(
     from lightning_megatron.engine.collectives import raise_on_all_ranks
 
     largest = size_in_bytes(max_shard_size)
+    family_of(model.family).class_of(model.task)
     gatherer = WeightGatherer(chunks, model, lambda key: key not in without)
     contents = gatherer.contents()
     split = split_state_dict_into_shards_factory(

@@ -7,15 +7,16 @@ import functools
 import importlib
 import json
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from lightning_megatron.convert import families
+from lightning_megatron.convert.decoder_rules import head_rules
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.rules import Rule, adapter_rules
-from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
+from lightning_megatron.models.config import CLASSIFICATION, ModelConfig, ProblemType
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,6 +26,7 @@ HFConfigLike: TypeAlias = "PretrainedConfig | Mapping[str, Any] | str | Path"
 _COMMON_KEYS = {
     "architectures",
     "bos_token_id",
+    "classifier_dropout",  # read by most heads for tokens
     "decoder_start_token_id",
     "dtype",
     "eos_token_id",
@@ -110,6 +112,8 @@ def rules_of(model: ModelConfig) -> list[Rule]:
     """Rules of all weights of ``model``, including its adapters."""
     family = family_of(model.family)
     rules = list(family.rules(family.names, model))
+    if model.task in family.heads:
+        rules += head_rules(model, family.heads[model.task].module)
     if model.lora is not None:
         rules += adapter_rules(rules, model.lora)
     return rules
@@ -171,13 +175,58 @@ def model_config(model: HFConfigLike, task: str | None = None) -> ModelConfig:
 
     Args:
         model: A config object, a dict of one, or the path of a ``config.json`` or a model directory.
-        task: Task of the head, one of the family's ``architectures``; None: that of the config.
+        task: Task of the head, one of the family's ``architectures`` or ``heads``; None: that of the config.
 
     Raises:
         ConfigError: If the family is unknown, a key does not exist, or a field has an unsupported value.
     """
     hf_config = config_object(model)
     return family_of(hf_config.model_type).model_config(hf_config, task)
+
+
+def with_labels(
+    model: HFConfigLike,
+    task: str | None,
+    num_labels: int | None,
+    problem_type: str | None,
+) -> HFConfigLike:
+    """Replace the number and the kind of a model's labels; ``model`` itself if both are None.
+
+    Args:
+        model: See ``model_config``.
+        task: See ``model_config``.
+        num_labels: Outputs of a classification head; None for those of the config.
+        problem_type: Kind of the labels of rows; None for that of the config.
+
+    Raises:
+        ConfigError: If a value is invalid, or the task has no such labels.
+    """
+    if num_labels is None and problem_type is None:
+        return model
+    hf_config = config_object(model)
+    task = family_of(hf_config.model_type).task_of(hf_config, task)
+    if num_labels is not None:
+        require_number("num_labels", num_labels, at_least=1, at_most=_MAX_LABELS)
+        _check_has_labels("num_labels", num_labels, task, CLASSIFICATION)
+        hf_config.num_labels = num_labels
+    if problem_type is not None:
+        require_choice("problem_type", problem_type, get_args(ProblemType))
+        _check_has_labels("problem_type", problem_type, task, ("sequence_classification",))
+        hf_config.problem_type = problem_type
+    return hf_config
+
+
+def _check_has_labels(
+    option: str,
+    value: object,
+    task: str,
+    tasks: Collection[str],
+) -> None:
+    if task not in tasks:
+        raise ConfigError(
+            f"{option}={value!r}: expected task={' or '.join(map(repr, tasks))}, got {task!r}; set task, or leave it "
+            "out"
+        )
 
 
 def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
@@ -287,7 +336,8 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def config_for_task(hf_config: Any, model: ModelConfig) -> Any:
-    """Copy of ``hf_config`` whose ``architectures`` is the class with the head of ``model.task``."""
+    """Copy of ``hf_config`` whose ``architectures`` is the class with the head of ``model.task``, or None."""
     config = copy.deepcopy(hf_config)
-    config.architectures = [family_of(model.family).architectures[model.task]]
+    name = family_of(model.family).classes.get(model.task)
+    config.architectures = None if name is None else [name]
     return config

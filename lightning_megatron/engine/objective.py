@@ -30,6 +30,7 @@ class Objective(Protocol):
     """What the schedule needs of a training objective; ``steps.base.TrainStep``, which users subclass, documents it."""
 
     loss_terms: ClassVar[tuple[str, ...]]
+    sequences_per_row: ClassVar[int]
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Convert a batch of the DataLoader to the form of this objective, once per optimizer step."""

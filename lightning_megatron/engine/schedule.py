@@ -178,6 +178,7 @@ class Schedule:
             num_microbatches=num_microbatches,
             seq_length=self._step.seq_length(batch),
             data_parallel_size=self._topology.dp,
+            sequences_per_row=self._step.sequences_per_row,
             lengths=tuple(lengths.values()) if len(lengths) > 1 else (),
         )
         balance = None if forward_only else self._balance
@@ -221,7 +222,7 @@ class Schedule:
                 model=self._chunks if is_interleaved else self._chunks[0],
                 num_microbatches=shape.num_microbatches,
                 seq_length=shape.seq_length,
-                micro_batch_size=shape.micro_batch_size,
+                micro_batch_size=shape.micro_batch_size * shape.sequences_per_row,
                 forward_only=forward_only,
             )
         return reports
@@ -287,7 +288,8 @@ class Schedule:
         mask = batch.get("attention_mask")
         if mask is not None:
             return (mask != 0).sum().float()
-        return like.new_full((), _num_rows(batch) * self._step.seq_length(batch))
+        sequences = _num_rows(batch) * self._step.sequences_per_row
+        return like.new_full((), sequences * self._step.seq_length(batch))
 
     def _forward_step(
         self,

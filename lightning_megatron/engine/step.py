@@ -19,9 +19,11 @@ class StepShape:
     num_microbatches: int
     """Microbatches of one data-parallel rank."""
     seq_length: int
-    """Tokens per row."""
+    """Tokens per sequence."""
     data_parallel_size: int
     """Data-parallel ranks."""
+    sequences_per_row: int = 1
+    """Sequences that the model reads for each row."""
     lengths: tuple[int, ...] = ()
     """Tokens per row of each sequence if there are several (T5's encoder and decoder), otherwise empty."""
     expert_counts: Tensor | None = field(default=None, compare=False)
@@ -35,7 +37,7 @@ class StepShape:
     @property
     def tokens(self) -> int:
         """Tokens of the global batch, padding included."""
-        return self.global_batch_size * self.seq_length
+        return self.global_batch_size * self.sequences_per_row * self.seq_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,8 +156,8 @@ class LiveModel:
     ) -> Tensor | None:
         """Compute logits of rows: fp32, on the device of the weights.
 
-        Their shape is ``[b, s, vocab_size]``, where s is the length of the decoder's rows if there is a decoder. A
-        BERT's other heads return ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
+        Their shape is ``[b, s, vocab_size]``, where s is the length of the decoder's rows if there is a decoder. For
+        other tasks: ``[b, num_labels]`` (``sequence_classification``) or ``[b, s, num_labels]``.
 
         Args:
             inputs: The rows, the same on every rank; if they are not shared, a replica may have none.

@@ -3,10 +3,6 @@
 Only parts of Megatron-Core's ``BertModel`` are used (megatron-core 0.16.1, models/bert/bert_model.py): it looks up the
 first pipeline stage without the virtual stage, gathers the full sequence for one token, has a norm in its head that
 refuses sequence parallelism, and supports only the pretraining head.
-
-With sequence parallelism a rank has a shard of the sequence. A head that reads every token runs on the shard, and the
-gradients of its weights are summed over the tp group (``sequence_parallel``); a head that reads the first token gets
-the same input on every rank.
 """
 
 from __future__ import annotations
@@ -14,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from lightning_megatron.engine.ops.norms import Norm
-from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import Chunk
+from lightning_megatron.models.heads import Classifier, gather_sequence, replicated_linear
 from lightning_megatron.models.transformer_config import ACTIVATIONS
 
 
@@ -114,8 +108,7 @@ class BertChunk(Chunk):
         if task == "sequence_classification":
             return self._broadcast_first_token(self.classification_head(self.pooler(hidden)))
         if task in ("token_classification", "question_answering"):
-            logits = self.token_head(hidden)
-            return self.gather_tokens(logits.transpose(0, 1).contiguous())
+            return self.classify_tokens(hidden)
         order = None
         if task == "pretraining":
             order = self._broadcast_first_token(self.binary_head(self.pooler(hidden)))
@@ -149,38 +142,15 @@ def _padding_idx_hook(token: int) -> Any:
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
-def _gather_sequence(shard: Tensor) -> Tensor:
-    """All-gather shards [s/tp, ...] of the sequence to [s, ...]. Collective over the tp group.
-
-    All ranks compute the same with it, so the backward pass takes a shard's gradient from its own rank, without a sum.
-    """
-    gathered: Tensor = gather_from_sequence_parallel_region(
-        shard, tensor_parallel_output_grad=False
-    )
-    return gathered
-
-
-def _linear(
-    rows: int,
-    columns: int,
-    config: TransformerConfig,
-    *,
-    on_sequence_shard: bool,
-) -> torch.nn.Linear:
-    linear = torch.nn.Linear(rows, columns, dtype=config.params_dtype)
-    for parameter in linear.parameters():
-        # distributed/finalize_model_grads.py sums these gradients over TP, as each rank saw a shard of the sequence.
-        parameter.sequence_parallel = config.sequence_parallel and on_sequence_shard  # type: ignore[attr-defined]
-    return linear
-
-
 class MaskedLMHead(torch.nn.Module):
     """Transform of a masked language model between last layer and output layer: linear, activation, norm."""
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
         """Create uninitialized weights."""
         super().__init__()
-        self.dense = _linear(model.hidden_size, model.hidden_size, config, on_sequence_shard=True)
+        self.dense = replicated_linear(
+            model.hidden_size, model.hidden_size, config, on_sequence_shard=True
+        )
         self.layer_norm = Norm(config, model.hidden_size, model.layernorm_epsilon)
         self.activation = ACTIVATIONS[model.activation]
 
@@ -197,47 +167,14 @@ class Pooler(torch.nn.Module):
         """Create uninitialized weights."""
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
-        self.dense = _linear(model.hidden_size, model.hidden_size, config, on_sequence_shard=False)
+        self.dense = replicated_linear(
+            model.hidden_size, model.hidden_size, config, on_sequence_shard=False
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s or s/tp, b, h] -> [b, h], the same on every rank of the tp group. Collective over it."""
         first = hidden[:1]
         if self.sequence_parallel:
             # Gathers only the first token of each shard; that of rank 0 is the first of the sequence.
-            first = _gather_sequence(first.contiguous())
+            first = gather_sequence(first.contiguous())
         return torch.tanh(self.dense(first[0]))
-
-
-class Classifier(MegatronModule):
-    """Classification head: logits (or regression values) of a row from its pooled representation, or of each token.
-
-    For question answering, the two logits of a token score it as start and as end of the answer.
-    """
-
-    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
-        """Create uninitialized weights."""
-        super().__init__(config=config)
-        probability = model.classifier_dropout
-        if model.task == "question_answering":  # Hugging Face's head for it has no dropout
-            probability = 0.0
-        self.dropout = torch.nn.Dropout(probability)
-        per_token = model.task != "sequence_classification"
-        self.dense = _linear(
-            model.hidden_size,
-            model.num_labels,
-            config,
-            on_sequence_shard=per_token,
-        )
-        # By this name, so that inference turns it off with the layers' own (generate/inference_mode.py).
-        self.sequence_parallel: bool = config.sequence_parallel and per_token
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., h] -> [..., num_labels], or [s/tp, b, h] -> [s, b, num_labels]. Collective over the tp group."""
-        forks = self.sequence_parallel and self.training and self.dropout.p > 0.0
-        # Dropout masks must differ between ranks with different tokens, and agree on ranks with the same pooled rows.
-        with forked(forks):
-            dropped = self.dropout(hidden)
-        logits: Tensor = self.dense(dropped)
-        if self.sequence_parallel:
-            logits = _gather_sequence(logits)
-        return logits

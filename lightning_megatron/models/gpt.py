@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +24,7 @@ from lightning_megatron.engine.ops.context import ContextParallel
 from lightning_megatron.engine.ops.norms import Norm
 from lightning_megatron.engine.ops.soft_cap import soft_capped
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.heads import Classifier, mark_last_tokens, pool_marked_tokens
 from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.rotary import inverse_frequencies, rotary_angles
 
@@ -138,6 +140,15 @@ class Chunk(LanguageModule):
         losses = self.compute_language_model_loss(self.own_tokens(labels), logits)
         return self.gather_tokens(losses)
 
+    def classify_tokens(self, hidden: Tensor) -> Tensor:
+        """Compute logits of each token's labels with ``token_head``, [b, s, num_labels].
+
+        Args:
+            hidden: [s/cp or s/cp/tp, b, h].
+        """
+        logits: Tensor = self.token_head(hidden)
+        return self.gather_tokens(logits.transpose(0, 1).contiguous())
+
     def own_tokens(self, rows: Tensor) -> Tensor:
         """Return this rank's context-parallel shard: [b, s] -> [b, s/cp]."""
         if self.context is None:
@@ -200,7 +211,12 @@ class GPTChunk(Chunk):
             self._frequencies: dict[int | None, Tensor] = {None: self._frequencies_at(None)}
             """By length of the longest row. Entries are never dropped: captured CUDA graphs read their memory."""
         self.decoder = self.create_layers()
-        self.create_output_layer()
+        if model.has_output_layer:
+            self.create_output_layer()
+        elif self.post_process and model.task == "sequence_classification":
+            self.classification_head = Classifier(model, config)
+        elif self.post_process:
+            self.token_head = Classifier(model, config)
 
     def forward(
         self,
@@ -224,8 +240,9 @@ class GPTChunk(Chunk):
                 positions.
 
         Returns:
-            On the last chunk per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v]; before it hidden states,
-            [s/cp or s/cp/tp, b, h].
+            On the last chunk, by task: ``causal_lm`` per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v];
+            ``sequence_classification`` logits [b, num_labels] of each row's last token that is not padding;
+            ``token_classification`` logits [b, s, num_labels]. Before it hidden states, [s/cp or s/cp/tp, b, h].
         """
         embedded = None
         if self.pre_process:
@@ -241,7 +258,31 @@ class GPTChunk(Chunk):
         )
         if not self.post_process:
             return hidden
+        if self.description.task == "sequence_classification":
+            return self._classify_sequences(hidden, mark_last_tokens(input_ids, attention_mask))
+        if self.description.task == "token_classification":
+            return self.classify_tokens(hidden)
         return self.predictions(hidden, labels, runtime_gather_output)
+
+    def _classify_sequences(self, hidden: Tensor, is_last: Tensor) -> Tensor:
+        """Logits of each row's labels, [b, num_labels], from the hidden state of its marked token.
+
+        The token is on one rank of the cp group, and with sequence parallelism on one of the tp group.
+
+        Args:
+            hidden: [s/cp or s/cp/tp, b, h].
+            is_last: [b, s], bool: one marked token a row.
+        """
+        is_own = self.own_tokens(is_last)
+        pooled = pool_marked_tokens(hidden, self._sequence_shard(is_own))
+        if self.config.sequence_parallel:
+            # All ranks compute the same with it: the token's rank alone gets its gradient, without a sum.
+            pooled = reduce_from_tensor_model_parallel_region(pooled, group=self.pg_collection.tp)
+        logits: Tensor = self.classification_head(pooled)
+        if self.context is None:
+            return logits
+        # Gradients of the head's weights are summed over cp, so each row's come from one rank.
+        return self.context.sum_parts(logits.masked_fill(~is_own.any(dim=-1, keepdim=True), 0.0))
 
     def _embed(
         self,
@@ -270,11 +311,15 @@ class GPTChunk(Chunk):
         """[b, s/cp or s/cp/tp], bool: this rank's padding, which load balancing of experts ignores; None for none."""
         if attention_mask is None or self.description.experts is None or not self.training:
             return None
-        padding = self.own_tokens(attention_mask == 0)
-        if self.config.sequence_parallel:
-            shards = padding.chunk(self.config.tensor_model_parallel_size, dim=1)
-            padding = shards[self.pg_collection.tp.rank()]
-        return padding
+        return self._sequence_shard(self.own_tokens(attention_mask == 0))
+
+    def _sequence_shard(self, rows: Tensor) -> Tensor:
+        """Return the tokens whose hidden states this tp rank has: [b, s/cp] -> [b, s/cp or s/cp/tp]."""
+        if not self.config.sequence_parallel:
+            return rows
+        shards = rows.chunk(self.config.tensor_model_parallel_size, dim=1)
+        own: Tensor = shards[self.pg_collection.tp.rank()]
+        return own
 
     def _angles(
         self,

@@ -18,7 +18,7 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.parameters import (
     adapter_parameters,
     attention_weights,
-    bert_head,
+    head_linears,
     mlp_matrices,
 )
 
@@ -98,9 +98,7 @@ def head_flops(
     padded_vocab_size: int,
 ) -> float:
     """FLOPs of the head (all after the last layer) in the forward pass for one row."""
-    if model.architecture != "bert":
-        return 2.0 * lengths[-1] * model.hidden_size * padded_vocab_size
-    linears = bert_head(model, padded_vocab_size, lengths[0])
+    linears = head_linears(model, padded_vocab_size, lengths[-1])
     return 2.0 * sum(math.prod(linear) for linear in linears)
 
 

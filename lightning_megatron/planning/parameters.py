@@ -120,6 +120,8 @@ def _chunk(
         count += _norm(model)
         if model.architecture == "bert":
             count += _bert_head_parameters(model, vocab_size // tp)
+        elif not model.has_output_layer:
+            count += model.num_labels * (model.hidden_size + model.classifier_bias)
         # A tied output layer on another stage than the embedding is a copy, kept equal by an all-reduce of gradients.
         if model.has_output_layer and not (model.share_embeddings_and_output_weights and is_first):
             count += embedding
@@ -129,7 +131,7 @@ def _chunk(
 def _bert_head_parameters(model: ModelConfig, vocab_rows: int) -> int:
     """Parameters of a BERT's head, without the weight of the output layer."""
     count = 0
-    for in_size, out_size, _ in bert_head(model, vocab_rows):
+    for in_size, out_size, _ in head_linears(model, vocab_rows):
         count += (in_size + 1) * out_size
     if model.has_output_layer:
         # Two parameters of a norm for each channel, but no weight of the output layer.
@@ -208,12 +210,14 @@ def _norm(model: ModelConfig, width: int | None = None) -> int:
     return (width or model.hidden_size) * (1 + has_bias)
 
 
-def bert_head(
+def head_linears(
     model: ModelConfig, vocab_rows: int, seq_length: int = 1
 ) -> list[tuple[int, int, int]]:
     """Input size, output size and tokens of a row for each linear after the final norm."""
     h = model.hidden_size
     linears = []
+    if model.architecture != "bert" and model.has_output_layer:
+        return [(h, vocab_rows, seq_length)]
     if model.has_pooler:
         linears.append((h, h, 1))
     if model.has_output_layer:
@@ -223,7 +227,7 @@ def bert_head(
         linears.append((h, 2, 1))
     elif not model.has_output_layer:
         tokens = seq_length
-        if model.has_pooler:
+        if model.task == "sequence_classification":
             tokens = 1
         linears.append((h, model.num_labels, tokens))
     return linears

@@ -53,10 +53,13 @@ class TrainStep(ABC):
 
     Attributes:
         loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
+        sequences_per_row: Number of sequences that the model reads for each row of a prepared batch, in
+            ``forward_step``; more than 1 if a row is a pair or a group.
         model: Config of the trained model, set by ``bind``.
     """
 
     loss_terms: ClassVar[tuple[str, ...]]
+    sequences_per_row: ClassVar[int] = 1
 
     def bind(self, model: ModelConfig) -> None:
         """Set the model to train; called once, before anything else, when a module takes the step.

@@ -179,6 +179,31 @@ def check_tokens(
         )
 
 
+def check_rows_have_tokens(
+    name: str,
+    mask: Tensor,
+    sample_mask: Tensor | None,
+) -> None:
+    """Raise if a row that counts is all padding, so that it has no last token.
+
+    Args:
+        name: The batch's key of the mask.
+        mask: [b, s], 0 for padding.
+        sample_mask: [b], 0 for rows that do not count; None if all count.
+
+    Raises:
+        DataError: With the first such row.
+    """
+    is_empty = (mask == 0).all(dim=1)
+    if sample_mask is not None:
+        is_empty &= sample_mask != 0
+    if is_empty.any():
+        raise DataError(
+            f"{name}[{int(is_empty.nonzero()[0])}] is 0 everywhere, and the head reads the last token of a row; leave "
+            "empty rows out"
+        )
+
+
 def check_token_inputs(
     batch: Batch,
     rows: int,

@@ -89,9 +89,14 @@ class GPTTrainStep(MaskedLossStep):
         """Set the model to train.
 
         Raises:
-            ConfigError: If the model is no GPT, or ``eod_token`` is not in its vocabulary.
+            ConfigError: If the model is no GPT or has another head, or ``eod_token`` is not in its vocabulary.
         """
         super().bind(model)
+        if not model.has_output_layer:
+            raise ConfigError(
+                f"{type(self).__name__} trains language models, and this {model.family} has a head for "
+                f"task={model.task!r}; use train_step='gpt', which follows the task"
+            )
         if self.eod_token is not None and not 0 <= self.eod_token < model.vocab_size:
             raise ConfigError(
                 f"eod_token={self.eod_token} must be in 0..{model.vocab_size - 1} (vocab_size); correct it"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.config import CLASSIFICATION, ModelConfig
 from lightning_megatron.verify.job import Job
 
 Batch = dict[str, torch.Tensor]
@@ -32,7 +32,12 @@ def make_batch(job: Job, model: ModelConfig) -> Batch:
     tokens = _tokens(model, pad_token_id, (rows, length), generator)
     mask = (torch.arange(length) < _lengths(rows, length)[:, None]).long()
     batch = {"input_ids": tokens, "attention_mask": mask}
-    if model.architecture == "gpt":
+    if model.architecture == "gpt" and model.task in CLASSIFICATION:
+        if pad_token_id is not None:
+            # transformers finds the last token of a row by its padding.
+            batch["input_ids"] = tokens.masked_fill(mask == 0, pad_token_id)
+        batch |= _label_inputs(model, tokens, mask, generator)
+    elif model.architecture == "gpt":
         batch["labels"] = tokens.masked_fill(mask == 0, _IGNORED)
     elif model.architecture == "t5":
         targets = _tokens(model, pad_token_id, (rows, length), generator)
@@ -72,6 +77,18 @@ def _bert_inputs(
     if model.num_tokentypes:
         half = torch.arange(length) >= length // 4
         inputs["token_type_ids"] = (half * (model.num_tokentypes > 1)).long().expand(rows, length)
+    return inputs | _label_inputs(model, tokens, mask, generator)
+
+
+def _label_inputs(
+    model: ModelConfig,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    generator: torch.Generator,
+) -> Batch:
+    """Labels of the model's task, other than a GPT's or T5's language modeling."""
+    rows = len(tokens)
+    inputs: Batch = {}
     is_target = (mask == 1) & (torch.rand(tokens.shape, generator=generator) < 0.3)
     is_target[:, 1] = True
     if model.task in ("pretraining", "masked_lm"):

@@ -14,7 +14,7 @@ import torch
 from lightning_megatron.convert.source import ModelSource
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import LARGEST_SEED, ConfigError, require_number
-from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.config import CLASSIFICATION, ModelConfig
 from lightning_megatron.planning.parameters import total_parameters
 from lightning_megatron.verify import Check, VerifyOptions
 from lightning_megatron.verify.batch import make_batch
@@ -87,6 +87,13 @@ def _job(options: VerifyOptions, source: ModelSource, layouts: Sequence[Layout])
         seq_length = min(_DEFAULT_SEQ_LENGTH, longest or _DEFAULT_SEQ_LENGTH)
     require_number("seq_length", seq_length, at_least=_LEAST_SEQ_LENGTH)
     ParallelConfig().check_sequence(seq_length, longest)
+    pad_token_id = getattr(source.hf_config, "pad_token_id", None)
+    is_pooled = model.architecture == "gpt" and model.task == "sequence_classification"
+    if is_pooled and pad_token_id is None:
+        raise ConfigError(
+            f"{source.path}/config.json: expected pad_token_id, by which transformers finds the last token of a row, "
+            "got none; add it"
+        )
     num_tensors = max(1, len(source.parts[0].stored))
     return Job(
         directory=str(source.path),
@@ -98,20 +105,20 @@ def _job(options: VerifyOptions, source: ModelSource, layouts: Sequence[Layout])
         seq_length=seq_length,
         steps=options.steps,
         seed=options.seed,
-        pad_token_id=getattr(source.hf_config, "pad_token_id", None),
+        pad_token_id=pad_token_id,
         samples=max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _SAMPLES_OF_ALL // num_tensors)),
     )
 
 
 def _checks(options: VerifyOptions, model: ModelConfig) -> tuple[Check, ...]:
     """What to compare, in the order of ``Check``."""
-    can_generate = model.architecture != "bert"
+    can_generate = model.architecture != "bert" and model.task not in CLASSIFICATION
     possible = [each for each in get_args(Check) if can_generate or each != "generation"]
     if options.checks is None:
         return tuple(possible)
     if not can_generate and "generation" in options.checks:
         raise ConfigError(
-            f"checks=generation: expected a GPT or T5, got a {model.family}; leave it out"
+            f"checks=generation: expected a GPT or T5, got a {model.family} for task={model.task!r}; leave it out"
         )
     return tuple(each for each in possible if each in options.checks)
 

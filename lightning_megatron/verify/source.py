@@ -53,10 +53,14 @@ def open_directory(path: Path) -> ModelSource:
 
 
 def hugging_face_class(model: ModelConfig) -> Any:
-    """The class of transformers with the model's head."""
+    """The class of transformers with the model's head.
+
+    Raises:
+        ConfigError: If there is none.
+    """
     import transformers
 
-    return getattr(transformers, family_of(model.family).architectures[model.task])
+    return getattr(transformers, family_of(model.family).class_of(model.task))
 
 
 def round_trip(

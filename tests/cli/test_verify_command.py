@@ -32,6 +32,7 @@ from tests.cli.command import run_all, run_cli
 from tests.families.t5_models import t5
 from tests.families.test_experts import mixture
 from tests.families.test_gpts import gpt_model
+from tests.families.test_heads import classifier
 from tests.families.test_megatron_bert import bert_model
 from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
@@ -49,7 +50,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "classes": partial(bert_model, "SequenceClassification", 3),
     "value": partial(bert_model, "SequenceClassification", 1),
     "tokens": partial(bert_model, "TokenClassification", 5),
+    "pooled": partial(classifier, "llama", "ForSequenceClassification"),
+    "gpt2 tokens": partial(classifier, "gpt2", "ForTokenClassification"),
 }
+
+
+WITHOUT_TEXTS = {"bert", "answers", "classes", "value", "tokens", "pooled", "gpt2 tokens"}
+"""Those that generate nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +118,7 @@ EVERY = ("1", "tp2", "tp2,pp2")
         ("qwen3_moe", ("ep2",), "fp32"),
         ("t5", ("pp2",), "fp32"),
         ("answers", ("tp2",), "fp32"),
+        ("pooled", ("tp2",), "fp32"),
         ("gpt2", ("1",), "bf16"),
         # transformers saves weights under other names than it computes with, and biases that have no gradient.
         ("gpt_neox", ("1",), "fp32"),
@@ -128,7 +136,7 @@ def test_layouts_equal_transformers(
     card = _verify(models / name, *layouts, dtype=dtype)
     assert card.verdict == "equal", card.to_markdown()
     compared = {"round trip", "logits", "loss", "gradients"}
-    if name not in ("bert", "answers", "classes", "value", "tokens"):
+    if name not in WITHOUT_TEXTS:
         compared.add("tokens")
     for layout in card.layouts:
         assert layout.outcomes.keys() == compared
@@ -260,6 +268,7 @@ REFUSED = (
     ("llama --layouts ep2", "expected a model with experts, got llama"),
     ("gpt2 --seq-length 1000", "--seq-length 1000 is longer than max_position_embeddings=24"),
     ("bert --checks generation", "expected a GPT or T5, got a megatron-bert"),
+    ("pooled --checks generation", "expected a GPT or T5, got a llama for task='sequence_cl"),
     ("llama --batch-size 90000000", "memory: expected this host to have about "),
     ("llama --output llama/config.json", "is a file; give a directory"),
 )

@@ -89,7 +89,7 @@ def description(hf_model: Any) -> str:
     words += [words_of for field, words_of in _WORDS.items() if field in _not_default(model)]
     if model.num_query_groups != model.num_attention_heads:
         words.append("grouped queries" if model.num_query_groups > 1 else "one key and value")
-    return f"{', '.join(family.architectures.values())} | {', '.join(words)} | {_digest(model)}"
+    return f"{', '.join(family.classes.values())} | {', '.join(words)} | {_digest(model)}"
 
 
 def _not_default(model: ModelConfig) -> dict[str, Any]:

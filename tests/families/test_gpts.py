@@ -326,9 +326,9 @@ IGNORED_FIELDS: dict[str, str] = {
     "is given by the attention mask; see Family in convert/family.py": "pad_token_id",
     "is about names": "attribute_map",
     "is for unsupported heads": (
-        "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
-        "classifier_dropout"
+        "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
     ),
+    "is read for token_classification; see tests/families/test_heads.py": "classifier_dropout",
     "is about the rounding of 16-bit scores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32"
     ),
@@ -403,7 +403,10 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     # Fields with a required value are in docs/families.md, which test_every_family.py compares with the registry.
     ("gpt2", "add_cross_attention=True of this gpt2 config changes the result", {"add_cross_attention": True}),
     ("gpt2", "activation 'quick_gelu'", {"activation_function": "quick_gelu"}),
-    ("gpt2", "GPT2ForSequenceClassification", {"architectures": ["GPT2ForSequenceClassification"]}),
+    ("gpt2", "GPT2ForQuestionAnswering.* choose from causal_lm, sequence_.* GPT2ForTokenClassification", {
+        "architectures": ["GPT2ForQuestionAnswering"],
+    }),
+    ("olmo2", "Olmo2ForTokenClassification' is unknown", {"architectures": ["Olmo2ForTokenClassification"]}),
     ("llama", "kv_channels=3 x rotary_percent=1.0 = 3 is odd", {"hidden_size": 12, "num_attention_heads": 4}),
     ("mistral", "num_key_value_heads|num_query_groups", {"num_attention_heads": 4, "num_key_value_heads": 3}),
     ("qwen2", "layer_types has 'chunked_attention'", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}),

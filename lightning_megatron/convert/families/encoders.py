@@ -199,6 +199,7 @@ def _t5(model_type: str, architecture: str) -> Family:
     return Family(
         name=model_type,
         architectures={"seq2seq_lm": architecture},
+        heads={},
         defaults=_T5,
         custom_fields=_t5_fields,
         names=DecoderNames(base=""),
@@ -213,6 +214,7 @@ FAMILIES = (
     Family(
         name="megatron-bert",
         architectures=_CLASSES,
+        heads={},
         defaults={"architecture": "bert"},
         custom_fields=_bert,
         names=_BERT_NAMES,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.convert.decoder_rules import DecoderNames, decoder_rules
-from lightning_megatron.convert.family import Family, causal_lm
+from lightning_megatron.convert.family import Family, causal_lm, classifiers
 from lightning_megatron.convert.model_fields import Fields
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError, require_divides
@@ -148,6 +148,7 @@ FAMILIES = (
     Family(
         name="gpt2",
         architectures={"causal_lm": "GPT2LMHeadModel"},
+        heads=classifiers("GPT2", token_module="classifier"),
         defaults={"scaled_residual_init": True},
         custom_fields=_gpt2,
         names=_GPT2_NAMES,
@@ -160,6 +161,7 @@ FAMILIES = (
     Family(
         name="gpt_bigcode",
         architectures=causal_lm("GPTBigCode"),
+        heads=classifiers("GPTBigCode", token_module="classifier"),
         defaults={"scaled_residual_init": True},
         custom_fields=_gpt2,
         # c_attn is in Megatron's order: all queries, the key, the value; without multi_query these of each head.
@@ -170,6 +172,7 @@ FAMILIES = (
     Family(
         name="bloom",
         architectures=causal_lm("Bloom"),
+        heads=classifiers("Bloom", token_module="classifier"),
         defaults={
             "activation": "gelu_tanh",
             "embedding_layernorm": True,
@@ -186,6 +189,7 @@ FAMILIES = (
     Family(
         name="falcon",
         architectures=causal_lm("Falcon"),
+        heads=classifiers("Falcon", token_module="classifier"),
         defaults={},
         custom_fields=_falcon,
         names=_BLOOM_NAMES,
@@ -194,6 +198,7 @@ FAMILIES = (
     Family(
         name="gpt_neox",
         architectures=causal_lm("GPTNeoX"),
+        heads=classifiers("GPTNeoX", token_module="classifier"),
         defaults={},
         custom_fields=_gpt_neox,
         names=_GPT_NEOX_NAMES,
@@ -203,6 +208,7 @@ FAMILIES = (
     Family(
         name="stablelm",
         architectures=causal_lm("StableLm"),
+        heads=classifiers("StableLm"),
         defaults=_GATED,
         custom_fields=_gpt_neox,
         required={"qk_layernorm": (False,)},
@@ -211,6 +217,7 @@ FAMILIES = (
     Family(
         name="starcoder2",
         architectures=causal_lm("Starcoder2"),
+        heads=classifiers("Starcoder2"),
         defaults={},
         names=DecoderNames(fc1=("mlp.c_fc",), fc2="mlp.c_proj"),
     ),
@@ -228,6 +235,7 @@ FAMILIES = (
     Family(
         name="nemotron",
         architectures=causal_lm("Nemotron"),
+        heads=classifiers("Nemotron"),
         defaults={"zero_centered_norms": True},
         names=DecoderNames(fc1=("mlp.up_proj",)),
         partial_rotary=True,
@@ -235,6 +243,7 @@ FAMILIES = (
     Family(
         name="opt",
         architectures=causal_lm("OPT"),
+        heads=classifiers("OPT", has_tokens=False),
         defaults={},
         custom_fields=_opt,
         names=_OPT_NAMES,

@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.convert.decoder_rules import DecoderNames, StackedExperts
-from lightning_megatron.convert.family import Family, causal_lm
+from lightning_megatron.convert.family import Family, causal_lm, classifiers
 from lightning_megatron.convert.model_fields import LLAMA, Fields, activation, head_dim
 from lightning_megatron.convert.rope import read_rope
 from lightning_megatron.errors import ConfigError
@@ -217,22 +217,26 @@ FAMILIES = (
     Family(
         name="llama",
         architectures=causal_lm("Llama"),
+        heads=classifiers("Llama"),
         defaults=LLAMA,
         required={"pretraining_tp": (1, None)},
     ),
     Family(
         name="mistral",
         architectures=causal_lm("Mistral"),
+        heads=classifiers("Mistral"),
         defaults=LLAMA,
     ),
     Family(
         name="qwen2",
         architectures=causal_lm("Qwen2"),
+        heads=classifiers("Qwen2"),
         defaults={**LLAMA, "add_qkv_bias": True},
     ),
     Family(
         name="qwen3",
         architectures=causal_lm("Qwen3"),
+        heads=classifiers("Qwen3"),
         defaults={**LLAMA, "qk_layernorm": True},
     ),
     Family(
@@ -244,34 +248,40 @@ FAMILIES = (
     Family(
         name="smollm3",
         architectures=causal_lm("SmolLM3"),
+        heads=classifiers("SmolLM3"),
         defaults=LLAMA,
         custom_fields=_smollm3,
     ),
     Family(
         name="olmo2",
         architectures=causal_lm("Olmo2"),
+        heads=classifiers("Olmo2", has_tokens=False),
         defaults={**LLAMA, **_FULL_QK_NORM, "pre_norms": False, "post_norms": True},
     ),
     Family(
         name="exaone4",
         architectures=causal_lm("Exaone4"),
+        heads=classifiers("Exaone4"),
         defaults={**LLAMA, "qk_layernorm": True, "pre_norms": False, "post_norms": True},
         custom_fields=_exaone4,
     ),
     Family(
         name="seed_oss",
         architectures=causal_lm("SeedOss"),
+        heads=classifiers("SeedOss"),
         defaults=LLAMA,
         custom_fields=_seed_oss,
     ),
     Family(
         name="ministral",
         architectures=causal_lm("Ministral"),
+        heads=classifiers("Ministral"),
         defaults=LLAMA,
     ),
     Family(
         name="hunyuan_v1_dense",
         architectures=causal_lm("HunYuanDenseV1"),
+        heads=classifiers("HunYuanDenseV1", has_tokens=False),
         defaults={**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rotary": True},
         custom_fields=_hunyuan,
         names=DecoderNames(
@@ -287,6 +297,7 @@ FAMILIES = (
     Family(
         name="phi3",
         architectures=causal_lm("Phi3"),
+        heads=classifiers("Phi3"),
         defaults=LLAMA,
         custom_fields=_phi3,
         names=DecoderNames(qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",)),
@@ -295,6 +306,7 @@ FAMILIES = (
     Family(
         name="glm",
         architectures=causal_lm("Glm"),
+        heads=classifiers("Glm"),
         defaults=_GLM,
         custom_fields=_glm,
         names=_GLM_NAMES,
@@ -303,6 +315,7 @@ FAMILIES = (
     Family(
         name="glm4",
         architectures=causal_lm("Glm4"),
+        heads=classifiers("Glm4"),
         defaults={**_GLM, "post_norms": True},
         custom_fields=_glm,
         names=_GLM_NAMES,
@@ -311,6 +324,7 @@ FAMILIES = (
     Family(
         name="gemma",
         architectures=causal_lm("Gemma"),
+        heads=classifiers("Gemma"),
         defaults=_GEMMA,
         custom_fields=_gemma,
         required=_CAUSAL,
@@ -318,6 +332,7 @@ FAMILIES = (
     Family(
         name="gemma2",
         architectures=causal_lm("Gemma2"),
+        heads=classifiers("Gemma2"),
         defaults={**_GEMMA, "post_norms": True},
         custom_fields=_gemma2,
         names=_GEMMA2_NAMES,
@@ -326,6 +341,7 @@ FAMILIES = (
     Family(
         name="gemma3_text",
         architectures=causal_lm("Gemma3"),
+        heads=classifiers("Gemma3Text", has_tokens=False),
         defaults={**_GEMMA, "post_norms": True, "qk_layernorm": True},
         custom_fields=_gemma3,
         names=_GEMMA2_NAMES,
@@ -338,6 +354,7 @@ FAMILIES = (
     Family(
         name="mixtral",
         architectures=causal_lm("Mixtral"),
+        heads=classifiers("Mixtral"),
         defaults=LLAMA,
         custom_fields=_mixtral,
         names=DecoderNames(experts="block_sparse_moe", expert=("w1", "w3", "w2")),
@@ -346,12 +363,14 @@ FAMILIES = (
     Family(
         name="qwen2_moe",
         architectures=causal_lm("Qwen2Moe"),
+        heads=classifiers("Qwen2Moe"),
         defaults=LLAMA,
         custom_fields=_qwen_moe,
     ),
     Family(
         name="qwen3_moe",
         architectures=causal_lm("Qwen3Moe"),
+        heads=classifiers("Qwen3Moe"),
         defaults={**LLAMA, "qk_layernorm": True},
         custom_fields=_qwen_moe,
     ),
@@ -373,6 +392,7 @@ FAMILIES = (
     Family(
         name="gpt_oss",
         architectures=causal_lm("GptOss"),
+        heads=classifiers("GptOss"),
         defaults={**LLAMA, "attention_sinks": True},
         custom_fields=_gpt_oss,
         names=_GPT_OSS_NAMES,

@@ -29,7 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -132,6 +135,22 @@ class ContextParallel:
         if self.size == 1:
             return output
         return self.gather_tokens(output[None], 0)[0]
+
+    def sum_parts(self, part: Tensor) -> Tensor:
+        """All-reduce what each rank has computed a part of; collective over the cp group.
+
+        All ranks compute the same from the sum, so the backward pass returns its gradient to each, without a reduction.
+
+        Args:
+            part: Of the same shape on all ranks.
+        """
+        if self.size == 1:
+            return part
+        # megatron-core 0.16.1, tensor_parallel/mappings.py:_reduce returns its input, summed only if contiguous.
+        total: Tensor = reduce_from_tensor_model_parallel_region(
+            part.contiguous(), group=self.group
+        )
+        return total
 
     def restore_order(self, gathered: Tensor) -> Tensor:
         """Reorder tokens that were gathered rank by rank into the order of the row, along the first dimension."""

@@ -1,0 +1,189 @@
+"""Train step of reward models: the answer that people preferred gets the larger reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.foreign_names import checks_options
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps import base, batch_checks
+from lightning_megatron.steps.base import MaskedLossStep
+from lightning_megatron.steps.metrics import WeightedMean
+
+_TOKENS = ("chosen_input_ids", "rejected_input_ids")
+"""Keys of both sequences of a pair, in the order of the prepared batch."""
+_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
+
+
+@checks_options
+class RewardTrainStep(MaskedLossStep):
+    """Pairwise loss of a reward model (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155, equation 1).
+
+    The loss of a pair is ``-log sigmoid(r_chosen - r_rejected)``, averaged over the pairs of the global batch. A reward
+    is the logit of a GPT with ``task="sequence_classification"`` and one label, read at the last token that is not
+    padding. Validation and test log ``accuracy``, the fraction of pairs whose chosen sequence has the larger reward,
+    and ``margin``, the mean difference of the rewards.
+
+    Batches have ``chosen_input_ids`` and ``rejected_input_ids``, [b, s] each, of the same or of different lengths (the
+    shorter ones are padded on the right), and, optionally, ``chosen_attention_mask`` and ``rejected_attention_mask`` (1
+    for tokens and 0 for padding), and ``sample_mask`` [b], weights of the pairs. A row is a pair: ``micro_batch_size``
+    pairs are ``2 * micro_batch_size`` sequences in one forward pass.
+    """
+
+    architecture = "gpt"
+    loss_terms = ("reward_loss",)
+    masks = {"reward_loss": "loss_mask"}
+    sequences_per_row = len(_TOKENS)
+
+    @override
+    def bind(self, model: ModelConfig) -> None:
+        """Set the model to train.
+
+        Raises:
+            ConfigError: If the model is no GPT with a head for one value of each row.
+        """
+        super().bind(model)
+        problem = model.problem_type or "regression"
+        is_reward = (
+            model.task == "sequence_classification"
+            and model.num_labels == 1
+            and problem == "regression"
+        )
+        if not is_reward:
+            raise ConfigError(
+                "train_step='reward': expected task='sequence_classification' and num_labels=1, got "
+                f"task={model.task!r}, num_labels={model.num_labels}, problem_type={model.problem_type!r}; set them"
+            )
+
+    @override
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse unknown keys, wrong shapes, values out of range and sequences without tokens.
+
+        Batches of a subclass with its own ``prepare_batch`` are not checked, as their keys may differ.
+
+        Raises:
+            DataError: With the key, the value, the rule and the fix.
+        """
+        if type(self).prepare_batch is not RewardTrainStep.prepare_batch:
+            return
+        self._check_keys(batch)
+        rows = len(batch["chosen_input_ids"])
+        sample_mask = batch.get("sample_mask")
+        if sample_mask is not None:
+            batch_checks.check_shape("sample_mask", sample_mask, "one weight per pair", (rows,))
+        for name, mask_name in zip(_TOKENS, _MASKS, strict=True):
+            tokens = batch[name]
+            batch_checks.check_tokens(name, tokens, self.model)
+            length = tokens.shape[1]
+            batch_checks.check_shape(name, tokens, "one row per pair", (rows, length))
+            if mask_name not in batch:
+                continue
+            mask = batch[mask_name]
+            batch_checks.check_shape(mask_name, mask, "one value per token", (rows, length))
+            is_valid = (mask == 0) | (mask == 1)
+            batch_checks.check_values(mask_name, mask, is_valid, "0 for padding or 1")
+            batch_checks.check_rows_have_tokens(mask_name, mask, sample_mask)
+
+    def _check_keys(self, batch: Batch) -> None:
+        required = dict.fromkeys(_TOKENS, "")
+        known = {*_TOKENS, *_MASKS, "sample_mask"}
+        batch_checks.rename_keys(batch, known, required, type(self).__name__)
+
+    @override
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Return ``tokens`` and ``attention_mask`` [b, 2, s] int64, the chosen sequence first, and ``loss_mask`` [b].
+
+        Without masks, and if all sequences have one length, there is no ``attention_mask``.
+
+        Raises:
+            DataError: If a key is unknown or missing.
+        """
+        self._check_keys(batch)
+        tokens = [batch[name].long() for name in _TOKENS]
+        masks = []
+        for name, ids in zip(_MASKS, tokens, strict=True):
+            mask = batch.get(name, torch.ones_like(ids))
+            masks.append(mask.long())
+        prepared = {"tokens": _stack_padded(tokens)}
+        has_masks = any(name in batch for name in _MASKS)
+        has_one_length = tokens[0].shape == tokens[1].shape
+        if has_masks or not has_one_length:
+            prepared["attention_mask"] = _stack_padded(masks)
+        pairs = torch.ones(len(tokens[0]), device=tokens[0].device)
+        prepared["loss_mask"] = base.target_weights(pairs, batch)
+        return prepared
+
+    @override
+    def seq_length(self, batch: Batch) -> int:
+        """Return the number of tokens per sequence."""
+        return batch["tokens"].shape[-1]
+
+    @override
+    def forward_step(
+        self,
+        data_iterator: Iterator[Batch],
+        model: torch.nn.Module,
+    ) -> tuple[Output, LossFunc]:
+        """Run a microbatch: rewards [2 b, 1] on the last stage, hidden states before it."""
+        batch = self.get_batch(data_iterator)
+        mask = batch.get("attention_mask")
+        output = model(
+            batch["tokens"].flatten(0, 1),
+            None,
+            None if mask is None else mask.flatten(0, 1),
+        )
+        return output, partial(self.loss_func, batch)
+
+    @override
+    def loss_func(
+        self,
+        batch: Batch,
+        output: Output,
+    ) -> dict[str, LossTerm]:
+        """Return the weighted sum of the losses of the pairs.
+
+        Args:
+            batch: The prepared microbatch.
+            output: Rewards, [2 b, 1].
+        """
+        losses = -F.logsigmoid(_margins(output))
+        return {"reward_loss": base.loss_term(losses, batch["loss_mask"])}
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        """Return ``accuracy`` and ``margin``."""
+        return {"accuracy": WeightedMean(), "margin": WeightedMean()}
+
+    @override
+    def update_metrics(
+        self,
+        metrics: Mapping[str, Metric],
+        batch: Batch,
+        output: Output,
+    ) -> None:
+        """Update the metrics with one microbatch; pairs with weight 0 do not count."""
+        margins = _margins(output)
+        metrics["accuracy"].update(margins > 0, batch["loss_mask"])
+        metrics["margin"].update(margins, batch["loss_mask"])
+
+
+def _stack_padded(sequences: list[Tensor]) -> Tensor:
+    """Stack the sequences of each pair, [b, 2, s], with zeros on the right of shorter ones."""
+    longest = max(rows.shape[1] for rows in sequences)
+    padded = [F.pad(rows, (0, longest - rows.shape[1])) for rows in sequences]
+    return torch.stack(padded, dim=1)
+
+
+def _margins(rewards: Tensor) -> Tensor:
+    """Reward of the chosen sequence minus that of the rejected one: [2 b, 1] -> [b], fp32."""
+    chosen, rejected = rewards.float().view(-1, 2).unbind(dim=1)
+    return chosen - rejected
