@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_megatron.convert.formats import find_source, join_names, open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
+from lightning_megatron.convert.mxfp4 import UnpackedFiles
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.source import NO_WEIGHTS, ModelSource
 from lightning_megatron.convert.weight_files import WeightFiles, open_weights
@@ -85,7 +86,7 @@ def round_trip(
     total = len(gatherer.contents())
     comparison = None
     if dist.get_rank() == 0:
-        comparison = _Comparison(open_weights(directory), model, result)
+        comparison = _Comparison(UnpackedFiles(open_weights(directory)), model, result)
     for done, (name, tensor) in enumerate(gatherer.tensors(), 1):
         if comparison is not None and tensor is not None:
             comparison.compare(name, tensor)

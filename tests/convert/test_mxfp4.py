@@ -37,7 +37,7 @@ def _quantized_directory(path: Path) -> None:
         random = torch.randint(0, 256, (*scales, 16), generator=generator)
         tensors[f"{name}_blocks"] = random.to(torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(
-            100, 130, scales, generator=generator, dtype=torch.uint8
+            100, 122, scales, generator=generator, dtype=torch.uint8
         )
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {**read_json(path), "quantization_config": _METHOD}
