@@ -47,7 +47,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
         *,
         has_biases: bool,
-        activation: Callable[[Tensor], Tensor] | None,
+        activation: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> None:
         """Create the weights.
 
@@ -57,7 +57,8 @@ class GroupedExperts(MegatronModule):
             pg_collection: Likewise.
             name: Likewise, from 0.19 on; unused.
             has_biases: Whether both linears have biases.
-            activation: Function of the first linear's output, [n, (2 *) ffn] -> [n, ffn]; None for the config's.
+            activation: Function of the first linear's output, [n, (2 *) ffn], and of factors of its result, [n], fp32,
+                that returns [n, ffn]; None for the config's.
         """
         del name
         super().__init__(config=config)
@@ -126,7 +127,7 @@ class GroupedExperts(MegatronModule):
 
     def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
         if self.activation is not None:
-            return (self.activation(hidden) * probs[:, None]).to(hidden.dtype)
+            return self.activation(hidden, probs)
         if self.config.bias_activation_fusion:  # SwiGLU on a GPU
             fused: Tensor = weighted_bias_swiglu_impl(hidden, None, probs[:, None])
             return fused
@@ -183,31 +184,44 @@ class GroupedExperts(MegatronModule):
         ]
 
 
-def clamped_swiglu(rows: Tensor, alpha: float, limit: float) -> Tensor:
-    """Clamped SwiGLU of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), [n, ffn].
+def clamped_swiglu(
+    rows: Tensor,
+    factors: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """Clamped SwiGLU of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate) * factor, [n, ffn].
 
     Source: OpenAI 2025 (arXiv 2508.10925), section 2.2.
 
     Args:
         rows: [n, 2 * ffn]: gate, then up.
+        factors: [n], fp32.
         alpha: Factor of the gate in the sigmoid.
         limit: Largest gate, and largest absolute value of up.
     """
     if rows.is_cuda:
-        return _compiled_swiglu()(rows, alpha, limit)
-    return _clamped_swiglu(rows, alpha, limit)
+        return _compiled_swiglu()(rows, factors, alpha, limit)
+    return _clamped_swiglu(rows, factors, alpha, limit)
 
 
-def _clamped_swiglu(rows: Tensor, alpha: float, limit: float) -> Tensor:
+def _clamped_swiglu(
+    rows: Tensor,
+    factors: Tensor,
+    alpha: float,
+    limit: float,
+) -> Tensor:
     gate, up = rows.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+    activated = (up + 1) * (gate * torch.sigmoid(alpha * gate))
+    return (activated * factors[:, None]).to(rows.dtype)
 
 
 @functools.cache
-def _compiled_swiglu() -> Callable[[Tensor, float, float], Tensor]:
-    """``_clamped_swiglu``, compiled once per process for any number of rows: eagerly it is six kernels."""
+def _compiled_swiglu() -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """``_clamped_swiglu``, compiled once per process for any number of rows: eagerly it is eight kernels."""
     return torch.compile(_clamped_swiglu, dynamic=True)
 
 
