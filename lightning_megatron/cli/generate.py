@@ -108,6 +108,11 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     stored = open_source(options.load_path, options.config, options.iteration, options.base)
     if stored.model.architecture not in ("gpt", "t5"):
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
+    if not stored.model.has_output_layer:
+        raise ConfigError(
+            f"{stored.path} has a head for task={stored.model.task!r}, generate needs a language model; get its logits "
+            "with Trainer.predict and return_logits=True"
+        )
     is_t5 = stored.model.architecture == "t5"
     if is_t5 and options.add_bos:
         raise ConfigError(

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import CLASSIFICATION, ModelConfig
 from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
@@ -21,7 +20,6 @@ _INPUTS = ("attention_mask", "position_ids")
 """Inputs of the model other than the tokens."""
 
 
-@checks_options
 class ClassificationTrainStep(MaskedLossStep):
     """Loss of a GPT's labels, averaged over the targets of the global batch; ``train_step="gpt"`` for these tasks.
 

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
@@ -24,7 +23,6 @@ _TOKENS = ("chosen_input_ids", "rejected_input_ids")
 _MASKS = ("chosen_attention_mask", "rejected_attention_mask")
 
 
-@checks_options
 class RewardTrainStep(MaskedLossStep):
     """Pairwise loss of a reward model (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155, equation 1).
 

@@ -30,6 +30,7 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(hf.AutoModelForCausalLM, gpt2).save_pretrained(folder / "bare")
     tiny_model(hf.T5ForConditionalGeneration, t5).save_pretrained(folder / "t5")
     hf.MegatronBertForPreTraining(bert).save_pretrained(folder / "bert")
+    hf.GPT2ForSequenceClassification(gpt2).save_pretrained(folder / "classifier")
     for source in (folder / "bare", corpus.parent / "tok"):
         shutil.copytree(source, folder / "hf", dirs_exist_ok=True)
     for name, to in (("run.ckpt", "megatron"), ("legacy", "megatron-legacy")):

@@ -67,6 +67,7 @@ MISTAKES = {
     f"{_GENERATE} /dev/null": "expected a Hugging Face model directory with weights, a *.ckpt",
     f"{_GENERATE} bare": "bare has no tokenizer; give --tokenizer DIR",
     f"{_GENERATE} bert": "bert is a megatron-bert, generate needs a GPT or T5",
+    f"{_GENERATE} classifier": "classifier has a head for task='sequence_classification', generate needs a language",
     f"{_GENERATE} t5 --tokenizer hf --add-bos": "--add-bos: expected a GPT, which continues its prompt",
     f"{_GENERATE} hf --num-beams 2 --top-k 3": "--num-beams 2 is for beam search",
     f"{_GENERATE} hf --tp 3 --accelerator cpu": "--tp 3 does not divide num_attention_heads=2",
@@ -83,6 +84,7 @@ MISTAKES = {
     "fit --config 3.yaml --config over.yaml": f"error: 3.yaml:2: {_NOT_INT} 'many'",
     f"{_FIT} --trainer.max_steps many": f"error: {_NOT_INT} 'many'",
     f"{_FIT} --trainer.gradient_clip_val nan": "<class 'float'>, <class 'NoneType'>, got 'nan'\n",
+    f"{_FIT} --model.num_labels 3": "num_labels=3: expected task='sequence_classification' or 'token_classification', ",
     f"{_FIT} --model.train_step foo": "error: model.train_step: expected one of typing.Literal['gpt', 'bert', 't5', ",
     f"{_FIT} --trainer.max_steps=": f"error: {_NOT_INT} ''",
     f"{_FIT} --model.lr_schedule cosine": 'error: model.lr_schedule: Unable to load config "cosine"\n',
@@ -213,7 +215,7 @@ def folder(corpus: Path, checkpoints: Path, tmp_path_factory: pytest.TempPathFac
     """Working directory with a dataset and its tokenizer, models, and configurations."""
     folder = tmp_path_factory.mktemp("user")
     shutil.copytree(corpus.parent, folder, dirs_exist_ok=True)
-    for name in ("hf", "bare", "bert", "t5"):
+    for name in ("hf", "bare", "bert", "classifier", "t5"):
         shutil.copytree(checkpoints / name, folder / name)
     (folder / "config.yaml").write_text(yaml.safe_dump(configuration(corpus, folder)))
     (folder / "over.yaml").write_text("trainer: {devices: 1}")

@@ -19,6 +19,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.flops import forward_flops, head_flops
 from lightning_megatron.planning.parameters import total_parameters
 from tests.families.parity import Rows, check_family, pretrained_module, tiny_model
+from tests.families.test_experts import FAMILIES as MIXTURES
 from tests.families.test_gpts import FAMILIES, gpt_model
 from tests.models import VOCAB_SIZE
 from tests.parity.hugging_face import tensors_of
@@ -54,7 +55,10 @@ def classifier(
     """Create a tiny transformers model of a family with a head."""
     import transformers
 
-    name, fields = FAMILIES[family]
+    name, fields = {**MIXTURES, **FAMILIES}[family]
+    if family in MIXTURES:
+        # transformers has no load-balancing loss with these heads.
+        fields = {**fields, "router_aux_loss_coef": 0.0}
     config = getattr(transformers, f"{name}Config")(
         **{
             "vocab_size": VOCAB_SIZE,
@@ -135,6 +139,11 @@ RARER_CASES: tuple[tuple[str, str, Layout], ...] = (
         (family, head, Layout())
         for family in ("gemma2", "gemma3_text", "bloom", "opt", "olmo2", "phi3", "gpt_bigcode")
         for head in ("classes", "classes, left")
+    ),
+    *(
+        (family, head, replace(TP2_SP, ep=2))
+        for family in ("mixtral", "qwen3_moe", "gpt_oss")
+        for head in ("classes", "classes of tokens")
     ),
     ("llama", "classes", TP2),
     ("llama", "classes", RECOMPUTED),
