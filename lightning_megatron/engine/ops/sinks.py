@@ -23,8 +23,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from lightning_megatron.engine.ops.flex_attention import has_kernels, scale_by_sinks
+from lightning_megatron.engine.ops.flex_attention import scale_by_sinks
 
 SINKS = "softmax_offset"
 """Last part of the name of the sinks in checkpoints: Megatron-Core's."""
@@ -65,7 +66,11 @@ def attend_with_sinks(
         # Heads of a group become queries of one head, so no key is copied.
         q = q.reshape(len(q), groups, -1, shape[3])
         sinks = sinks.reshape(groups, -1)
-    kernel = _kernel(q, causal, scale, has_mask=added is not None)
+    kernel: _Kernel = _EfficientKernel(causal, scale)
+    if not q.is_cuda:
+        kernel = _CpuKernel(causal, scale)
+    elif added is None:
+        kernel = _kernel_without_mask(q, k, v, causal, scale)
     repeats = q.shape[1] // groups
     if repeats > 1 and not kernel.has_groups:
         k = k.repeat_interleave(repeats, dim=1)
@@ -251,6 +256,65 @@ class _FlashKernel(_Kernel):
 
 
 @dataclass(frozen=True)
+class _CudnnKernel(_Kernel):
+    """cuDNN's attention, for 16-bit tensors without a mask; its log-sum-exps are [b, np, sq, 1]."""
+
+    causal: bool
+    scale: float
+    has_groups = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        added: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        output, log_sums, _, _, _, _, seed, offset, _ = (
+            torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q,
+                k,
+                v,
+                None,
+                True,
+                0.0,
+                self.causal,
+                False,
+                scale=self.scale,
+            )
+        )
+        return output, log_sums.squeeze(3), seed, offset
+
+    def backward(
+        self,
+        gradient: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        added: Tensor | None,
+        results: tuple[Tensor, ...],
+    ) -> _Gradients:
+        output, log_sums, seed, offset = results
+        q, k, _ = inputs
+        gradients: _Gradients
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradient,
+            *inputs,
+            output,
+            log_sums.unsqueeze(3),
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            self.causal,
+            scale=self.scale,
+        )
+        return gradients
+
+
+@dataclass(frozen=True)
 class _EfficientKernel(_Kernel):
     """Memory-efficient attention (xFormers), for any dtype and mask."""
 
@@ -302,14 +366,28 @@ class _EfficientKernel(_Kernel):
         return d_q, d_k, d_v
 
 
-def _kernel(q: Tensor, causal: bool, scale: float, *, has_mask: bool) -> _Kernel:
-    """The fastest kernel for queries of this dtype, width and device."""
-    if not q.is_cuda:
-        return _CpuKernel(causal, scale)
-    is_supported_width = q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    if has_mask or not has_kernels(q) or not is_supported_width:
-        return _EfficientKernel(causal, scale)
-    return _FlashKernel(causal, scale)
+def _kernel_without_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> _Kernel:
+    """The kernel that torch's scaled_dot_product_attention would take on a GPU."""
+    choice = torch._fused_sdp_choice(
+        q,
+        k,
+        v,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    has_whole_vectors = q.shape[3] % 8 == 0
+    if choice == SDPBackend.CUDNN_ATTENTION.value:
+        return _CudnnKernel(causal, scale)
+    if choice == SDPBackend.FLASH_ATTENTION.value and has_whole_vectors:
+        return _FlashKernel(causal, scale)
+    return _EfficientKernel(causal, scale)
 
 
 def _aligned(added: Tensor | None, q: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_megatron.engine.ops import attention, split_k
+from lightning_megatron.engine.ops import attention, sinks, split_k
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.masks import (
     BLOCK,
@@ -258,7 +258,7 @@ def _layer_with_sinks(**options: Any) -> SDPAttention:
 
 def _unfused_with_sinks(
     qkv: list[Tensor],
-    sinks: Tensor,
+    scores_of_sinks: Tensor,
     hidden: Tensor,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -268,7 +268,7 @@ def _unfused_with_sinks(
     k = k.repeat_interleave(repeats, dim=1)
     v = v.repeat_interleave(repeats, dim=1)
     scores = (0.3 * q @ k.mT).masked_fill(hidden, MASKED_SCORE)
-    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    column = scores_of_sinks[:, None, None].expand(*scores.shape[:3], 1)
     weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
     weights = F.dropout(weights, dropout)
     return (weights @ v).permute(2, 0, 1, 3).flatten(2)
@@ -290,19 +290,46 @@ def test_attention_with_sinks_and_its_gradients_equal_softmax_with_another_colum
 ) -> None:
     layer = _layer_with_sinks(sliding_window=window)
     assert layer.sinks is not None
-    sinks = layer.sinks.scores
+    of_sinks = layer.sinks.scores
     qkv = _qkv(queries, 24, width=16)
     pattern = Pattern(num_queries=queries, num_keys=24, causal=True, window=window)
     segments = _segments(24) if has_segments else None
     hidden = hidden_keys(segments, pattern, CPU)
     assert hidden is not None
-    inputs = [*qkv, sinks]
-    expected = _unfused_with_sinks(qkv, sinks, hidden)
+    inputs = [*qkv, of_sinks]
+    expected = _unfused_with_sinks(qkv, of_sinks, hidden)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     reference = torch.autograd.grad((expected * weight).sum(), inputs)
     actual = layer(*qkv, segments)
     gradients = torch.autograd.grad((actual * weight).sum(), inputs)
     torch.testing.assert_close([actual, *gradients], [expected, *reference])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "has_mask"),
+    [
+        (sinks._CudnnKernel(True, 0.3), False),
+        (sinks._FlashKernel(True, 0.3), False),
+        (sinks._EfficientKernel(True, 0.3), False),
+        (sinks._EfficientKernel(False, 0.3), True),
+    ],
+    ids=str,
+)
+def test_kernels_of_gpus_take_log_sums_with_sinks(kernel: sinks._Kernel, has_mask: bool) -> None:
+    """Shapes alone, on meta tensors; values are compared on GPUs."""
+    groups = 2 if kernel.has_groups else HEADS
+    options: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    q = torch.empty(3, HEADS, 40, 64, **options)
+    keys = torch.empty(3, groups, 40, 64, **options)
+    added = torch.empty(3, 1, 40, 40, **options) if has_mask else None
+    without, log_sums, *others = kernel.forward(q, keys, keys, added)
+    scores = torch.empty(HEADS, 1, device="meta")
+    output, total = sinks._forward_with_sinks(without, log_sums, scores)
+    results = (output, total, *others)
+    d_q, d_k, d_v = kernel.backward(torch.empty_like(output), (q, keys, keys), added, results)
+    assert d_q.shape == q.shape
+    assert d_k.shape == d_v.shape == keys.shape
+    assert sinks._gradient_of_sinks(output, output, total, scores).shape == scores.shape
 
 
 def test_dropout_with_sinks_drops_weights_of_keys() -> None:
