@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LIKE_LLAMA, "head_dim": 12, **_rope("dynamic", alpha=50.0, factor=1.0)},
     ),
     "ernie4_5": ("Ernie4_5", {**LIKE_LLAMA, "head_dim": 10}),
-    "nemotron": ("Nemotron", {**_NEMOTRON, "head_dim": 12}),
+    "nemotron": ("Nemotron", {**_NEMOTRON, "head_dim": 12, "intermediate_size": 24}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
 
