@@ -334,6 +334,36 @@ def test_predictions_have_the_order_of_the_rows(task: str) -> None:
             torch.testing.assert_close(got, wanted, rtol=0.0, atol=2e-5)
 
 
+def _metrics(layout: Layout, kind: str) -> dict[str, float]:
+    """Metrics of seven rows or pairs after two steps on them, by a data module."""
+    from lightning.pytorch import seed_everything
+
+    from lightning_megatron import DatasetDataModule, MegatronModule
+
+    seed_everything(1, verbose=False)
+    rows = _pairs()
+    options: dict[str, Any] = {"num_labels": 1, "train_step": "reward"}
+    if kind == "classes":
+        rows = sentences(labels=CLASSES.clamp(min=0))
+        options = {"num_labels": NUM_LABELS}
+    seven: Any = (rows * 2)[:7]
+    module = MegatronModule(model=_LLAMA, task="sequence_classification", **options)
+    data = DatasetDataModule(train=seven, valid=seven, micro_batch_size=1)
+    trainer = trainer_of(Case(layout=layout, steps=2))
+    trainer.fit(module, datamodule=data)
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    return dict(metrics)
+
+
+@pytest.mark.parametrize("kind", ["reward", pytest.param("classes", marks=pytest.mark.exhaustive)])
+def test_indivisible_rows_have_metrics_of_one_process(kind: str) -> None:
+    (expected,) = run_ranks(_metrics, 1, Layout(num_microbatches=4), kind)
+    names = {"reward": ("accuracy", "margin"), "classes": ("accuracy", "f1")}[kind]
+    assert {f"val_{name}" for name in names} <= expected.keys()
+    for rank in run_ranks(_metrics, 4, PP2_DP2, kind):
+        assert rank == pytest.approx(expected, rel=1e-4)
+
+
 def _refused_export(directory: str) -> list[str]:
     """Train heads of a family for which transformers has none; what exports and other uses say."""
     from lightning_megatron import MegatronModule
