@@ -120,8 +120,7 @@ class SDPAttention(MegatronModule):
         self.alibi: AlibiKind | None = alibi
         self.softcap = softcap
         self._has_plain_scores = alibi is None and softcap is None
-        has_plain_scores = self._has_plain_scores
-        assert has_plain_scores or not has_sinks, "sinks need scores without ALiBi and soft cap"
+        assert self._has_plain_scores or not has_sinks, "sinks need scores without ALiBi and cap"
         self.sinks: Sinks | None = None
         if has_sinks:
             self.sinks = Sinks(config)
