@@ -32,6 +32,8 @@ MAY_DIFFER = {
 another model."""
 
 POSITION_FIELDS = {
+    "query_scaling_beta",
+    "query_scaling_length",
     "rope_scaling",
     "rotary_base",
     "rotary_base_of_windows",

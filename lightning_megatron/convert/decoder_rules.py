@@ -52,6 +52,8 @@ class DecoderNames:
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up, or one fused or ungated matrix."""
     fc2: str = "mlp.down_proj"
+    activation: str = "mlp.act_fn"
+    """Activation function of the MLP, if it has parameters."""
     post_mlp_norm: str = "post_feedforward_layernorm"
     experts: str = "mlp"
     """Module of the mixture of experts, which has ``experts.N``."""
@@ -181,6 +183,8 @@ def stack_rules(
         kind = "rotated_" if model.qk_layernorm_after_rotary else ""
         rules += norm(f"{attention}{kind}q_layernorm.", hf + names.q_norm, model)
         rules += norm(f"{attention}{kind}k_layernorm.", hf + names.k_norm, model)
+    if model.activation == "xielu":
+        rules += _xielu_rules(f"{mlp}activation_func", hf + names.activation)
     if model.attention_sinks:
         sinks = Rule(
             megatron=f"{attention}core_attention.softmax_offset",
@@ -192,6 +196,24 @@ def stack_rules(
         rules += norm(attention + "linear_proj.post_layernorm.", after_attention, model)
         rules += norm(mlp + "linear_fc2.post_layernorm.", hf + names.post_mlp_norm, model)
     return rules
+
+
+def _xielu_rules(megatron: str, hugging_face: str) -> list[Rule]:
+    """Rules of parameters and constants of an activation function, in modules of these names."""
+    alphas = Rule(
+        megatron=f"{megatron}.alphas",
+        hugging_face=(f"{hugging_face}.alpha_p", f"{hugging_face}.alpha_n"),
+        rows=(1, 1),
+    )
+    constants = [
+        Rule(
+            megatron=f"{megatron}.{name}",
+            hugging_face=(f"{hugging_face}.{name}",),
+            stored_shape=(),
+        )
+        for name in ("beta", "eps")
+    ]
+    return [alphas, *constants]
 
 
 def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:

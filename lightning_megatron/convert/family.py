@@ -41,6 +41,7 @@ class Head:
 def classifiers(
     name: str | None = None,
     *,
+    has_sequences: bool = True,
     has_tokens: bool = True,
     token_module: str = "score",
 ) -> Mapping[str, Head]:
@@ -48,11 +49,16 @@ def classifiers(
 
     Args:
         name: Prefix of Hugging Face's classes; None if there are none.
-        has_tokens: Whether there is a class for tokens, besides that for sequences.
+        has_sequences: Whether there is a class for sequences.
+        has_tokens: Whether there is a class for tokens.
         token_module: Name of the linear layer of the class for tokens.
     """
-    sequences = None if name is None else f"{name}ForSequenceClassification"
-    tokens = f"{name}ForTokenClassification" if name is not None and has_tokens else None
+    sequences = None
+    tokens = None
+    if name is not None and has_sequences:
+        sequences = f"{name}ForSequenceClassification"
+    if name is not None and has_tokens:
+        tokens = f"{name}ForTokenClassification"
     return {
         "sequence_classification": Head(
             architecture=sequences,

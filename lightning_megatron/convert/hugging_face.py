@@ -202,6 +202,9 @@ class HuggingFaceSource(Source):
         rule: Rule,
     ) -> Tensor:
         """Some rows of a tensor of the files, and the columns of ``region``, in Megatron's orientation."""
+        if rule.stored_shape is not None:
+            whole = self._files.read(name, (slice(None),) * len(rule.stored_shape))
+            return whole.reshape(-1)[rows]
         columns = region.slices[1:]
         first = int(rows.min())
         span = slice(first, int(rows.max()) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_megatron.convert.model_fields import head_dim
@@ -38,6 +38,7 @@ def read_rope(
     rope_parameters: Mapping[str, Any] | None,
     *,
     partial_rotary: bool = False,
+    others: Collection[str] = (),
 ) -> tuple[float, RopeScaling | None]:
     """Rotary base (theta) and frequency scaling of a Hugging Face config.
 
@@ -45,6 +46,7 @@ def read_rope(
         hf: A Hugging Face config object, which has validated that the required keys of the rope type exist.
         rope_parameters: ``rope_parameters`` of the config, or of one of its layer types.
         partial_rotary: Whether Hugging Face's model of the family reads ``partial_rotary_factor``.
+        others: Further keys, which the caller reads.
 
     Raises:
         ConfigError: If a key or the type is not supported, or the number of longrope's factors does not fit the head.
@@ -60,7 +62,7 @@ def read_rope(
         raise ConfigError(
             f"rope_type={kind!r} of rope_parameters is not supported; use one of {', '.join(_TYPES)}"
         )
-    for name in sorted(set(rope) - _KEYS):
+    for name in sorted(set(rope) - _KEYS - set(others)):
         raise ConfigError(
             f"{name}={rope[name]!r} of rope_parameters is not supported; the known keys are {', '.join(sorted(_KEYS))}"
         )

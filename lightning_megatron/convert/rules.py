@@ -41,6 +41,8 @@ class Rule:
     """[rows], int64: ``order[i]`` is the row of the concatenation that is Megatron's row i; None: the same order."""
     transposed: bool = False
     """Whether Hugging Face stores the transposed weight (GPT-2's Conv1D)."""
+    stored_shape: tuple[int, ...] | None = None
+    """Shape of a vector [rows] in Hugging Face's files, e.g. () or [1, rows]; None for that of Megatron's tensor."""
     num_stacked: int = 0
     """Experts that Hugging Face stores in one tensor, along its first axis; 0 for a tensor of each expert."""
 
@@ -72,6 +74,8 @@ class Rule:
         tensors = {}
         for name, length in zip(self.names(layer, expert), rows, strict=True):
             size = (length, *shape[1:])
+            if self.stored_shape is not None:
+                size = self.stored_shape
             if self.transposed:
                 size = size[::-1]
             if self.num_stacked:

@@ -111,6 +111,8 @@ class WeightGatherer:
             for name, part in zip(names, parts, strict=True):
                 if rule.transposed:
                     part = part.t()
+                if rule.stored_shape is not None:
+                    part = part.reshape(rule.stored_shape)
                 if name:
                     yield key, name, part.contiguous()
 

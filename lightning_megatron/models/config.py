@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_megatron.errors import ConfigError, require_choice, require_divides, require_number
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "silu", "xielu"]
 Architecture = Literal["gpt", "bert", "t5"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "relative"]
 Positions: TypeAlias = Literal["absolute", "rotary", "alibi"]
@@ -201,7 +201,7 @@ class ModelConfig:
     layernorm_epsilon: float = 1e-5
     """Epsilon added to the variance in norms."""
     activation: Activation = "gelu"
-    """Activation function of the MLP."""
+    """Activation function of the MLP; ``xielu`` has parameters in each layer (Apertus)."""
     gated_linear_unit: bool = False
     """Whether the MLP multiplies a gate branch with an up branch (SwiGLU if ``activation`` is silu)."""
     add_bias_linear: bool = True
@@ -246,6 +246,11 @@ class ModelConfig:
     """Learned positions: table rows before that of position 0; if not 0, default positions skip padding (OPT)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; None for none."""
+    query_scaling_beta: float = 0.0
+    """Rotary positions: queries are multiplied by 1 + beta * log(1 + floor(position / query_scaling_length)), so that
+    attention stays sharp in long contexts (Llama 4, Ministral 3); 0 for no multiplier."""
+    query_scaling_length: int = 1
+    """For ``query_scaling_beta``: tokens from one value of the multiplier to the next."""
     alibi_scaled: bool = False
     """ALiBi: whether the bias is scaled with the scores and rounded to bf16 (Falcon), or neither (Bloom)."""
     relative_attention_num_buckets: int = 32
@@ -338,6 +343,7 @@ class ModelConfig:
             require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         self._check_counts()
         self._check_sinks()
+        self._check_query_scaling()
         for name in (
             f"{of}_dropout"
             for of in ("embedding", "hidden", "attention", "activation", "classifier")
@@ -382,6 +388,20 @@ class ModelConfig:
             raise ConfigError(
                 f"position_embedding_type='alibi': expected 'rotary' or 'absolute' for a {self.family} model, whose "
                 "attention has sinks; use one of them"
+            )
+
+    def _check_query_scaling(self) -> None:
+        """Check the multiplier of queries.
+
+        Raises:
+            ConfigError: If it is not a number for each position, or there are no rotary positions.
+        """
+        require_number("llama_4_scaling_beta", self.query_scaling_beta)
+        require_number("original_max_position_embeddings", self.query_scaling_length, at_least=1)
+        if self.query_scaling_beta and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"llama_4_scaling_beta={self.query_scaling_beta}: expected a {self.family} model with rotary positions;"
+                " use 0"
             )
 
     def _check_counts(self) -> None:
@@ -507,8 +527,9 @@ def with_variant(
     if position_embedding_type is not None:
         require_choice("position_embedding_type", position_embedding_type, _POSITIONS)
         positions = _POSITIONS[position_embedding_type]
-        scaling = model.rope_scaling if positions == "rope" else None
-        model = replace(model, position_embedding_type=positions, rope_scaling=scaling)
+        model = replace(model, position_embedding_type=positions)
+        if positions != "rope":
+            model = replace(model, rope_scaling=None, query_scaling_beta=0.0)
     if attention_head_type is not None:
         groups = {"multihead": model.num_attention_heads, "multiquery": 1}
         require_choice("attention_head_type", attention_head_type, groups)

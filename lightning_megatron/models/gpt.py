@@ -26,7 +26,7 @@ from lightning_megatron.engine.ops.soft_cap import soft_capped
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.heads import Classifier, mark_last_tokens, pool_marked_tokens
 from lightning_megatron.models.layers import LayerStack, block_spec
-from lightning_megatron.models.rotary import inverse_frequencies, rotary_angles
+from lightning_megatron.models.rotary import inverse_frequencies, query_scales, rotary_angles
 
 
 class Chunk(LanguageModule):
@@ -327,7 +327,10 @@ class GPTChunk(Chunk):
         position_ids: Tensor | None,
         longest: int | None,
     ) -> Tensor:
-        """Rotary angles, [s/cp, 1 or b, 1, rotary_width], or twice the width for two thetas."""
+        """Rotary angles, [s/cp, 1 or b, 1, rotary_width], or twice the width for two thetas.
+
+        The multipliers of queries, if positions have any, are one more column.
+        """
         length: int | None = None
         if self._depends_on_length:
             length = longest
@@ -344,11 +347,16 @@ class GPTChunk(Chunk):
                 device=input_ids.device,
             )[None]
         positions = self.own_tokens(position_ids)
-        return rotary_angles(
+        angles = rotary_angles(
             positions,
             self._frequencies[length],
             interleaved=self.description.rotary_interleaved,
         )
+        model = self.description
+        if not model.query_scaling_beta:
+            return angles
+        scales = query_scales(positions, model.query_scaling_beta, model.query_scaling_length)
+        return torch.cat((angles, scales.expand(*angles.shape[:3], 1)), dim=-1)
 
     def _frequencies_at(self, length: int | None) -> Tensor:
         model = self.description

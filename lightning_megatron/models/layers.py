@@ -41,6 +41,7 @@ from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllH
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.recompute import RecomputedOutput
 from lightning_megatron.engine.ops.router import Router
+from lightning_megatron.engine.ops.xielu import XIELU
 from lightning_megatron.models.config import ModelConfig
 
 CHECKPOINT_NAMES = {
@@ -123,6 +124,9 @@ def _layer_class(model: ModelConfig) -> type[TransformerLayer]:
         kind = BiasedTransformerLayer
     elif model.parallel_attention:
         kind = ParallelTransformerLayer
+    elif model.activation == "xielu":
+        kind = XIELULayer
+    assert model.activation != "xielu" or kind is XIELULayer
     return kind
 
 
@@ -174,6 +178,9 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
         params["width"] = width
         params["uses_second_angles"] = model.has_window(layer)
         params["factor"] = factor
+    if model.query_scaling_beta:
+        assert module is SelfAttention
+        module = ScaledQueryAttention
     q_norm: Any = None
     k_norm: Any = None
     if model.qk_layernorm_after_rotary:
@@ -425,6 +432,30 @@ class PartialRotaryAttention(SelfAttention):
         return torch.cat((rotated, unrotated), dim=-1)
 
 
+class ScaledQueryAttention(SelfAttention):
+    """Self-attention whose queries are multiplied by a number that grows with their position (Ministral 3)."""
+
+    def forward(
+        self,
+        *args: Any,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call Megatron's; ``rotary_pos_emb``: angles and the multiplier, [s, 1 or b, 1, rotary_width + 1]."""
+        assert rotary_pos_emb is not None
+        self._multiplier = rotary_pos_emb[..., -1:]
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            *args, rotary_pos_emb=rotary_pos_emb[..., :-1], **kwargs
+        )
+        return output
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Megatron's, with queries, [s, b, n/tp, hn], multiplied."""
+        # Before the rotation, which commutes with it: recomputing the core attention alone sees its inputs only.
+        query, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        return (query * self._multiplier.to(query.dtype), *rest)
+
+
 class NormAfterRotaryAttention(SelfAttention):
     """Self-attention that normalizes each head's queries and keys after the rotary embedding (Hunyuan).
 
@@ -468,6 +499,17 @@ class BiasedTransformerLayer(TransformerLayer):
             *args, **{**kwargs, "attention_bias": attention_mask}
         )
         return output
+
+
+class XIELULayer(TransformerLayer):
+    """A layer whose MLP has xIELU as activation function, which has parameters of its own (Apertus)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the layer; arguments are Megatron-Core's."""
+        super().__init__(*args, **kwargs)
+        # Not a subclass of MLP: TransformerLayer of megatron-core 0.16.1 knows by its class what to pass.
+        assert isinstance(self.mlp, MLP)
+        self.mlp.activation_func = XIELU(self.config)
 
 
 class ParallelTransformerLayer(TransformerLayer):

@@ -132,3 +132,21 @@ def rotary_angles(
     else:
         doubled = torch.cat((angles, angles), dim=-1)
     return doubled.flatten(2)[:, :, None]
+
+
+def query_scales(positions: Tensor, beta: float, length: int) -> Tensor:
+    """Multipliers of queries for long contexts: 1 + beta * log(1 + floor(position / length)).
+
+    Source: Llama 4 (Meta 2025), after Nakanishi 2025 (arXiv 2501.19399).
+
+    Args:
+        positions: [b, s], integers.
+        beta: Coefficient of the logarithm.
+        length: Tokens from one value to the next.
+
+    Returns:
+        [s, b, 1, 1], float32.
+    """
+    steps = torch.div(positions, length, rounding_mode="floor").float()
+    scales = 1.0 + beta * torch.log1p(steps)
+    return scales.t()[:, :, None, None]

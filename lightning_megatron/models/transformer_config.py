@@ -20,12 +20,18 @@ from lightning_megatron.models.config import Activation, ModelConfig
 from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.models.rotary import rope_softmax_scale
 
+
+def _of_each_layer(x: Tensor) -> Tensor:
+    raise AssertionError("xIELU has parameters: models/layers.py sets the function of each layer")
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu_squared": squared_relu,
     "silu": F.silu,
+    "xielu": _of_each_layer,
 }
 
 
@@ -126,14 +132,15 @@ def _numerics(model: ModelConfig, settings: EngineSettings) -> dict[str, Any]:
 
 
 def _can_fuse_qkv_rope(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether QKV split and rotary embedding can be fused: full heads, rotated as halves, in all layers, no QK norm."""
+    """Whether QKV split and rotary embedding can be fused: nothing comes between, whole heads rotate, as halves."""
     is_full = (
         model.rotary_width == model.kv_channels
         and not model.rotary_interleaved
         and not model.no_rope_layers
     )
     is_rotary = model.position_embedding_type == "rope" and is_full
-    return is_rotary and not model.qk_layernorm and model.num_query_groups >= parallel.tp
+    is_plain = not model.qk_layernorm and not model.query_scaling_beta
+    return is_rotary and is_plain and model.num_query_groups >= parallel.tp
 
 
 def _skip_init(weight: Tensor) -> Tensor:

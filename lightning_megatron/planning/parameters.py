@@ -186,6 +186,7 @@ def _layer(
         if model.qk_layernorm_of_all_heads:
             heads = model.num_attention_heads + model.num_query_groups
         replicated += heads * _norm(model, model.kv_channels)
+    replicated += 2 * (model.activation == "xielu")
     if experts is not None:
         # The router, and the gate of the shared MLP.
         replicated += experts.num_experts * (h + experts.add_bias)

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
+from lightning_megatron.engine.ops.xielu import CONSTANTS
 from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.module import MegatronModule
@@ -240,8 +241,8 @@ class Observer(pl.Callback):
 
 
 def _has_gradient(key: Key) -> bool:
-    """Whether a weight is trained by its gradient: biases that balance experts are not."""
-    return not key.name.endswith("router.expert_bias")
+    """Whether a weight is trained by its gradient: biases that balance experts and constants of xIELU are not."""
+    return not key.name.endswith(("router.expert_bias", *CONSTANTS))
 
 
 @contextmanager

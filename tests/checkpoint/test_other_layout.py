@@ -72,6 +72,8 @@ GPT_OSS: dict[str, Any] = {
     "strategy": {"num_microbatches": 1},
 }
 """Sinks are split over tp, and biases over ep."""
+APERTUS: dict[str, Any] = {"model": {**LLAMA, "model_type": "apertus"}}
+"""Parameters and constants of activations are replicated."""
 EP2: Layout = (2, {"ep": 2})
 TP2_EP2: Layout = (
     2,
@@ -93,6 +95,12 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             GPT_OSS,
             [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
             id="gpt_oss",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            APERTUS,
+            [PP2_VPP2, ONE, TP2_SP, DP3],
+            id="apertus",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(

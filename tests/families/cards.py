@@ -57,6 +57,7 @@ _WORDS: dict[str, str] = {
     "embedding_multiplier": "multiplied embeddings",
     "residual_multiplier": "multiplied residuals",
     "logits_multiplier": "multiplied logits",
+    "query_scaling_beta": "queries multiplied by position",
 }
 """Text on the page for ``ModelConfig`` fields that differ from GPT-2's."""
 _POSITIONS = {
@@ -87,6 +88,8 @@ def description(hf_model: Any) -> str:
     model = model_config(hf_model.config)
     words = [_POSITIONS[model.position_embedding_type]]
     words += [words_of for field, words_of in _WORDS.items() if field in _not_default(model)]
+    if model.activation == "xielu":
+        words.append("xIELU")
     if model.num_query_groups != model.num_attention_heads:
         words.append("grouped queries" if model.num_query_groups > 1 else "one key and value")
     return f"{', '.join(family.classes.values())} | {', '.join(words)} | {_digest(model)}"

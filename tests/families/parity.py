@@ -119,6 +119,10 @@ def tiny_model(auto_class: Any, config: Any, seed: int = 3) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
+            if name.endswith("act_fn.beta"):
+                buffer += 0.25
+            if name.endswith("act_fn.eps"):
+                buffer -= 0.125
     return model.float().eval()
 
 

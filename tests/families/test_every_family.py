@@ -3,9 +3,11 @@
 import math
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import known_families
+from lightning_megatron.engine.ops.xielu import ALPHAS, CONSTANTS
 from lightning_megatron.models.t5_layout import t5_layout
 from lightning_megatron.planning.parameters import rank_parameters
 from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, lines_of_page, models, page
@@ -114,6 +116,12 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
             std /= math.sqrt(2 * model.num_layers)
         if shard.key.endswith("bias"):
             is_right = bool((shard.data == 0).all())
+        elif shard.key.endswith(ALPHAS):
+            of_slopes = torch.log(torch.expm1(torch.tensor([0.8, 0.8 - 0.5])))
+            is_right = torch.allclose(shard.data, of_slopes.expand_as(shard.data))
+        elif shard.key.endswith(CONSTANTS):
+            constant = 0.5 if shard.key.endswith("beta") else -1e-6
+            is_right = torch.allclose(shard.data, torch.tensor(constant))
         elif "norm" in shard.key:
             is_right = bool((shard.data == (0 if model.zero_centered_norms else 1)).all())
         else:

@@ -42,6 +42,7 @@ def _rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **fields}}
 
 
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _LIKE_GPT2),
     "gpt_bigcode": ("GPTBigCode", _LIKE_GPT2),
@@ -81,6 +82,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LIKE_LLAMA, "head_dim": 12, **_rope("dynamic", alpha=50.0, factor=1.0)},
     ),
     "ernie4_5": ("Ernie4_5", {**LIKE_LLAMA, "head_dim": 10}),
+    "ministral3": (
+        "Ministral3",
+        {
+            **LIKE_LLAMA,
+            "head_dim": 10,
+            **_rope(
+                "yarn",
+                factor=6.0,
+                original_max_position_embeddings=4,
+                max_position_embeddings=24,
+                mscale=0.7,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.5,
+            ),
+        },
+    ),
+    "apertus": (
+        "Apertus",
+        {**LIKE_LLAMA, **_rope("llama3", original_max_position_embeddings=8, **_LLAMA3)},
+    ),
     "nemotron": ("Nemotron", {**_NEMOTRON, "head_dim": 12, "intermediate_size": 24}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
@@ -135,7 +156,6 @@ def rows_of(kind: str) -> Rows:
 
 
 _LONGROPE = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0]}
-_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 _40B = {"new_decoder_architecture": True, "num_kv_heads": 2}
 _RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
@@ -171,9 +191,20 @@ _NEWER = {
     "hunyuan_v1_dense": "right",
     "ernie4_5": "left",
     "nemotron": "right",
+    "ministral3": "left",
+    "apertus": "right",
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
-_SPLIT = ("gemma2", "gemma3_text", "olmo2", "opt", "hunyuan_v1_dense", "nemotron")
+_SPLIT = (
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "opt",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "ministral3",
+    "apertus",
+)
 """Those of ``_NEWER`` whose special parts depend on the layout."""
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
 _PHI4 = {
@@ -223,6 +254,7 @@ CASES: tuple[Case, ...] = (
     ("mistral", "", {}, _CP4, "left"),
     ("bloom", "", {}, replace(_A2A, tp=2), "left"),
     ("gpt2", "", {}, replace(_CP_PP, vpp=2), "positions"),
+    ("ministral3", "", {}, _GATHER, "positions"),
 )  # fmt: skip
 RARER_CASES: tuple[Case, ...] = (
     ("qwen2", "windows by type", {**_WINDOWED, "layer_types": _WINDOW_TYPES}, INTERLEAVED, "right"),
@@ -252,6 +284,10 @@ RARER_CASES: tuple[Case, ...] = (
     *(("mistral", "", {}, layout, "positions") for layout in (_A2A, _GATHER, _CP_TP)),
     *(("bloom", "", {}, layout, "bare") for layout in (_A2A, _GATHER, _CP4)),
     *(("falcon", "rw", _RW, layout, "left") for layout in (_A2A, _CP_TP)),
+    *(("ministral3", "", {}, layout, "positions") for layout in (_A2A, _CP_TP, RECOMPUTED)),
+    ("ministral3", "", {"sliding_window": 5}, TP2, "right"),
+    *(("apertus", "", {}, layout, "left") for layout in (_A2A, _CP_TP, TP2, _RECOMPUTING, INTERLEAVED)),
+    ("apertus", "another activation", {"hidden_act": "relu2", "attention_bias": True}, FOUR_RANKS, "left"),
     *(("gpt2", "", {}, layout, "bare") for layout in (_CP4, _CP_TP, replace(_A2A, dp=2))),
 )  # fmt: skip
 
@@ -417,13 +453,21 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 8,
     }}}),
     ("llama", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
+    ("ministral3", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
+    ("ministral3", "llama_4_scaling_beta of rope_parameters: expected a number", _rope("default")),
+    ("ministral3", "original_max_position_embeddings of rope_parameters: expected a number",
+     _rope("default", llama_4_scaling_beta=0.1)),
+    ("ministral3", "llama_4_scaling_beta=-1.0 must be at least 0", _rope(
+        "default", llama_4_scaling_beta=-1.0, original_max_position_embeddings=8,
+    )),
+    ("llama", "activation 'xielu' is not supported", {"hidden_act": "xielu"}),
     ("gpt_neox", "hidden_dropout=0.1 of this gpt_neox config: expected 0.0", {"hidden_dropout": 0.1}),
     ("opt", "word_embed_proj_dim=512", {"word_embed_proj_dim": 512}),
     ("t5", "relative_attention_num_buckets=32: .* relative_attention_max_distance=16", {
         "relative_attention_max_distance": 16,
     }),
     ("roberta", r"post-LN.*model_type='megatron-bert'.*known families: .*llama", {}),
-    ("umt5", "'umt5' is not a known model family; choose from bloom, .*falcon, .*llama, .*qwen3", {}),
+    ("umt5", "'umt5' is not a known model family; choose from apertus, bloom, .*falcon, .*llama, .*qwen3", {}),
     ("gpt2", r"quantization_config of the gpt2 config \(gptq\)", {"quantization_config": {"quant_method": "gptq"}}),
     *(("gpt2", "the gpt2 config is invalid|num_attention_heads=0 does not divide|is unknown", {name: value})
       for name, value in (("architectures", 5), ("architectures", [["x"]]), ("n_head", 0), ("n_inner", "x"))),

@@ -6,11 +6,12 @@ Llama (Touvron et al. 2023; Grattafiori et al. 2024). Mistral (Jiang et al. 2023
 logits. SmolLM 3 (Bakouch et al. 2025): no rotary embeddings in every fourth layer. OLMo 2 (Walsh et al. 2024): norms
 after blocks instead of before, and QK norm over all heads. EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): the same
 norms, QK norm per head, and sliding windows in three of four layers, which alone have rotary embeddings. Seed-OSS
-(ByteDance 2025): biases on queries, keys and values. Ministral (Mistral AI 2024): windows by ``layer_types``. Hunyuan
-(Tencent 2025): QK norm after the rotary embedding, whose base is stretched once. ERNIE 4.5 (Baidu 2025): interleaved
-rotary embeddings. Phi-3 and Phi-4 (Abdin et al. 2024): fused QKV and gate-up
-matrices. GLM-4 (GLM Team 2024): interleaved rotary embeddings on half of each head; the version of 2025 also has norms
-after blocks.
+(ByteDance 2025): biases on queries, keys and values. Ministral (Mistral AI 2024): windows by ``layer_types``. Ministral
+3 (Mistral AI 2025): queries multiplied by a number that grows with the position. Apertus (Swiss AI Initiative 2025,
+arXiv 2509.14233): QK norm per head, and an MLP without gate whose activation has parameters. Hunyuan (Tencent 2025): QK
+norm after the rotary embedding, whose base is stretched once. ERNIE 4.5 (Baidu 2025): interleaved rotary embeddings.
+Phi-3 and Phi-4 (Abdin et al. 2024): fused QKV and gate-up matrices. GLM-4 (GLM Team 2024): interleaved rotary
+embeddings on half of each head; the version of 2025 also has norms after blocks.
 
 Gemma (Gemma Team 2024, arXiv 2403.08295): norms multiply by 1 + weight, embeddings are multiplied by
 sqrt(hidden_size), head_dim is large. Gemma 2 (arXiv 2408.00118): norms also after blocks, soft caps on scores and
@@ -71,6 +72,35 @@ def _hunyuan(hf: Any) -> Fields:
     width = head_dim(hf)
     base = float(rope.get("rope_theta", 10000.0)) * float(alpha) ** (width / (width - 2))
     return {"position_embedding_type": "rope", "rotary_base": base, "rope_scaling": None}
+
+
+def _ministral3(hf: Any) -> Fields:
+    rope = hf.rope_parameters
+    base, scaling = read_rope(hf, rope, others=("llama_4_scaling_beta", "max_position_embeddings"))
+    scaled: dict[str, Any] = {}
+    for ours, name in (
+        ("query_scaling_beta", "llama_4_scaling_beta"),
+        ("query_scaling_length", "original_max_position_embeddings"),
+    ):
+        if rope.get(name) is None:
+            raise ConfigError(
+                f"{name} of rope_parameters: expected a number, by which transformers scales the queries of a "
+                "ministral3 model, got none; set it (with a beta of 0 they are not scaled)"
+            )
+        scaled[ours] = rope[name]
+    return {
+        **scaled,
+        "position_embedding_type": "rope",
+        "rotary_base": base,
+        "rope_scaling": scaling,
+    }
+
+
+def _apertus(hf: Any) -> Fields:
+    # The function is named for this family alone: in others transformers would keep its parameters in bf16.
+    if hf.hidden_act == "xielu":
+        return {"activation": "xielu"}
+    return {}
 
 
 def _phi3(hf: Any) -> Fields:
@@ -277,6 +307,25 @@ FAMILIES = (
         architectures=causal_lm("Ministral"),
         heads=classifiers("Ministral"),
         defaults=LLAMA,
+    ),
+    Family(
+        name="ministral3",
+        architectures=causal_lm("Ministral3"),
+        heads=classifiers("Ministral3"),
+        defaults=LLAMA,
+        custom_fields=_ministral3,
+    ),
+    Family(
+        name="apertus",
+        architectures=causal_lm("Apertus"),
+        heads=classifiers("Apertus", has_sequences=False),
+        defaults={**LLAMA, "qk_layernorm": True, "gated_linear_unit": False},
+        custom_fields=_apertus,
+        names=DecoderNames(
+            input_norm="attention_layernorm",
+            mlp_norm="feedforward_layernorm",
+            fc1=("mlp.up_proj",),
+        ),
     ),
     Family(
         name="hunyuan_v1_dense",
