@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -51,6 +51,7 @@ from lightning_megatron.errors import CheckpointError, ConfigError, as_options, 
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
+from lightning_megatron.generate.log_likelihoods import LogLikelihoods
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
 from lightning_megatron.models.adapter_names import is_adapter
@@ -716,6 +717,35 @@ class MegatronModule(pl.LightningModule):
         }
         with self.megatron.engine():
             return model.logits(inputs, last_stage_only=last_stage_only)
+
+    def log_likelihoods(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        batch_size: int = 8,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> LogLikelihoods:
+        """Compute the log-likelihood of continuations of contexts; every rank must call with the same pairs.
+
+        For GPTs. May be called during training; runs without dropout. Batches of rows of similar length are shared by
+        the data-parallel replicas. The output layer computes only what is scored, and no rank holds logits over the
+        whole vocabulary.
+
+        Args:
+            pairs: For each continuation the tokens of its context and its own tokens, at least one of each.
+            batch_size: Largest number of rows in a forward pass. Continuations that differ in their last token only
+                share a row.
+            on_batch: Called, on ranks that pass it, after each batch of this replica with its number of continuations.
+
+        Returns:
+            ``values`` and ``is_greedy``, in the order of the pairs, on every rank.
+
+        Raises:
+            ConfigError: On all ranks, before anything runs: if there is no model yet, or it cannot read a pair.
+        """
+        model = self._live_model()
+        with self.megatron.engine():
+            return model.log_likelihoods(pairs, batch_size, on_batch)
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:

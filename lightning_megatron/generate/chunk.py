@@ -16,6 +16,7 @@ from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.key_value_cache import KeyValueCache, TokenStep
 from lightning_megatron.generate.cuda_graphs import Work
 from lightning_megatron.generate.layout import ModelInputs
+from lightning_megatron.generate.scores import ScoredPositions
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.gpt import GPTChunk
 
@@ -73,6 +74,8 @@ class CachedChunk:
     ) -> Tensor:
         """Hidden states [s, b, h] to send or, from the last chunk, fp32 logits over the padded vocabulary.
 
+        If the rows have targets, the last chunk returns their scores instead (``ScoredPositions.scores``).
+
         Args:
             hidden: Hidden states from the previous chunk, [s, b, h]; None for the first chunk.
             rows: Inputs; the tokens follow those in the caches.
@@ -92,11 +95,15 @@ class CachedChunk:
             cache.step = step
         if hidden is not None:
             model.set_input_tensor(hidden)
-        last_alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if model.post_process and not every_position and rows.tokens.shape[1] > 1:
-            last_alone = model.output_layer.register_forward_pre_hook(_last_position)
+        scored: ScoredPositions | None = None
+        selection: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if model.post_process and rows.targets is not None:
+            scored = ScoredPositions(rows.targets)
+            selection = model.output_layer.register_forward_pre_hook(scored.select)
+        elif model.post_process and not every_position and rows.tokens.shape[1] > 1:
+            selection = model.output_layer.register_forward_pre_hook(_last_position)
         try:
-            with last_alone:
+            with selection:
                 output = self._forward(rows)
         finally:
             if hidden is not None:
@@ -105,12 +112,16 @@ class CachedChunk:
                 layer.kv_cache = None
         if not model.post_process:
             return output.contiguous().detach()
+        if scored is not None:
+            return scored.scores(output, model.pg_collection.tp)
         if not every_position:
             output = output[:, -1]
         return output.float().detach()
 
     def _forward(self, rows: ModelInputs) -> Tensor:
         model = self.model
+        # Scores are computed from the shards of the vocabulary.
+        gathers = rows.targets is None
         output: Tensor
         if rows.source is not None:
             output = model(
@@ -118,7 +129,7 @@ class CachedChunk:
                 rows.tokens,
                 rows.source_mask,
                 rows.mask,
-                runtime_gather_output=True,
+                runtime_gather_output=gathers,
             )
         elif isinstance(model, BertChunk):
             output = self._forward_bert(rows)
@@ -127,12 +138,12 @@ class CachedChunk:
                 rows.tokens,
                 rows.positions,
                 rows.mask,
-                runtime_gather_output=True,
+                runtime_gather_output=gathers,
                 longest=rows.longest,
             )
         else:
             # A user's model.
-            output = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=True)
+            output = model(rows.tokens, rows.positions, rows.mask, runtime_gather_output=gathers)
         return output
 
     def _forward_bert(self, rows: ModelInputs) -> Tensor:

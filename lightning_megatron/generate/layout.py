@@ -11,6 +11,9 @@ from torch import Tensor
 
 from lightning_megatron.steps.base import Batch
 
+NO_TARGET = -1
+"""Token that fills up the targets of a row."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
@@ -31,6 +34,9 @@ class ModelInputs:
     """[b, s_enc], int64, 0 for padding of the source, also in passes after the first; None for no padding."""
     token_types: Tensor | None = None
     """[b, s], int64, for a BERT; None for all zeros."""
+    targets: Tensor | None = None
+    """[b, t, 2], int64: positions, and the tokens after them whose log-probabilities are computed in place of logits;
+    the token is ``NO_TARGET`` in rows with fewer. None for logits."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ModelInputs:
         """A copy with ``function`` applied to each tensor."""

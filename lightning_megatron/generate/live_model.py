@@ -19,11 +19,13 @@ from torch import Tensor
 from lightning_megatron.engine.collectives import all_gather_rows, call_on_all_ranks
 from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.groups import Topology
+from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.decode import decode
 from lightning_megatron.generate.inference_mode import inference_mode
 from lightning_megatron.generate.inputs import check_rows
-from lightning_megatron.generate.layout import inputs_for_logits
+from lightning_megatron.generate.layout import NO_TARGET, inputs_for_logits
+from lightning_megatron.generate.log_likelihoods import LogLikelihoods, Pair, plan_scoring
 from lightning_megatron.generate.pipeline import Stages
 from lightning_megatron.generate.request import build_request
 from lightning_megatron.generate.sampler import uniform_numbers
@@ -200,6 +202,58 @@ class LiveModel:
                 return None
             # A data-parallel group lies within one stage.
             return all_gather_rows(logits, counts, topology.dp_group)
+
+    # ---- log-likelihoods ---------------------------------------------------------------------------------------------
+
+    def log_likelihoods(
+        self,
+        pairs: Sequence[Pair],
+        batch_size: int,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> LogLikelihoods:
+        """Compute log-likelihoods of continuations; replicas take turns with the batches.
+
+        Args:
+            pairs: Tokens of contexts and continuations, the same on every rank.
+            batch_size: Largest number of rows in a forward pass.
+            on_batch: Called with the number of continuations of each batch that this replica has computed.
+
+        Raises:
+            ConfigError: On all ranks, before anything runs, if the model cannot score a continuation.
+        """
+        plan = call_on_all_ranks(partial(plan_scoring, pairs, batch_size, self.config))
+        tokens = [torch.tensor([*context, NO_TARGET, *rest]) for context, rest in pairs]
+        _check_agreement(f"batch_size={batch_size}", *tokens)
+        topology = self.topology
+        replicas = topology.dp if self._replica is topology else 1
+        own = range(len(plan.batches))[topology.dp_rank % replicas :: replicas]
+        counts = [0] * replicas
+        for batch in range(len(plan.batches)):
+            counts[batch % replicas] += plan.num_targets(batch)
+        # Every rank must enter, also in a replica without batches.
+        with inference_mode(self.chunks) as models:
+            scores = torch.empty(counts[topology.dp_rank % replicas], 2, device=self.device)
+            filled = 0
+            for batch in own:
+                progress.tick()
+                inputs = plan.inputs(batch).map(lambda tensor: tensor.to(self.device))
+                assert inputs.targets is not None
+                computed = Stages(models, topology, inputs).score()
+                end = filled + plan.num_targets(batch)
+                if computed is not None:
+                    scores[filled:end] = computed[inputs.targets[..., 1] != NO_TARGET]
+                filled = end
+                if on_batch is not None:
+                    on_batch(plan.num_pairs_of(batch))
+            if topology.parallel.pp > 1:
+                dist.broadcast(scores, topology.last_stage, group=topology.pp_group)
+            scores = all_gather_rows(scores, counts, topology.dp_group)
+        order = [
+            batch
+            for replica in range(replicas)
+            for batch in range(len(plan.batches))[replica::replicas]
+        ]
+        return plan.collect(order, scores)
 
     def _logits_shape(self, rows: Batch) -> list[int]:
         model = self.config

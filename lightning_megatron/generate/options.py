@@ -95,6 +95,9 @@ class GenerationOptions:
     stop_strings: str | tuple[str, ...] = field(default=(), metadata={"flag": "--stop"})
     """Strings that end a row with the token that completes one, however it is tokenized, even if it begins in the
     prompt or ``min_new_tokens`` is not reached. As in Hugging Face's ``generate``, with a tokenizer."""
+    stop_strings_from_prompt: bool = field(default=True, metadata=_PYTHON_ONLY)
+    """Whether a stop string may begin in the prompt, as in Hugging Face's ``generate``; False looks at new tokens
+    only."""
     tokenizer: Any = field(
         default=None,
         repr=False,

@@ -85,6 +85,10 @@ class Stages:
             pass_tasks(self._chunks, self._groups, self._batch, every_position=every_position)
         )
 
+    def score(self) -> Tensor | None:
+        """Run one pass: scores of the rows' targets, [b, t, 2] fp32, on the last stage; None elsewhere."""
+        return self.prefill(every_position=True)
+
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Append one token to each row, [b], and return the logits after it as ``prefill`` does."""
         batch = self._batch

@@ -28,9 +28,10 @@ class StopCriteria:
         self._strings = strings
         if strings is not None:
             # A stop string may begin in the prompt; padding becomes the index that stands for no token.
-            prompt_ends = prompts.tokens.masked_fill(
-                prompts.is_token == 0, len(strings.embedding_vec) - 1
-            )
+            is_read = prompts.is_token != 0
+            if not request.options.stop_strings_from_prompt:
+                is_read = torch.zeros_like(is_read)
+            prompt_ends = prompts.tokens.masked_fill(~is_read, len(strings.embedding_vec) - 1)
             self._prompt_ends = prompt_ends[:, -strings.maximum_token_len :]
 
     def are_met(self, new_tokens: Tensor) -> Tensor:

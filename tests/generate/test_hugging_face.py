@@ -405,6 +405,11 @@ def test_stop_strings_end_sequences_like_hugging_face() -> None:
     assert set(hf_output(calls[2])[2, 8:].tolist()) == {1}
     assert hf_output(calls[3])[:, -1].eq(1).any()
     compare([*calls, _stopped_t5()], Layout(pp=2))
+    # Without the prompt's half the third row goes on.
+    plain["stop_strings_from_prompt"] = False
+    (found,) = generate([make_call("mistral", (ids, mask), **plain)], Layout(pp=2))
+    expected = [row + [1] * (12 - len(row)) for row in (*alone[:2], new[2], alone[3])]
+    assert found[:, 7:].tolist() == expected
 
 
 def _stopped_t5() -> Call:
