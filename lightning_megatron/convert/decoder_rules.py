@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.convert.rules import EXPERT, LAYER, POSITIONS, Rule, qkv_order
-from lightning_megatron.models.config import Experts, ModelConfig
+from lightning_megatron.models.config import Experts, LatentAttention, ModelConfig
 
 _EXPERTS = "decoder.layers.mlp.experts.experts"
 """Megatron's module of all experts of a layer."""
@@ -142,19 +142,9 @@ def stack_rules(
     attention = f"{stack}.layers.self_attention."
     mlp = f"{stack}.layers.mlp."
     transposed = names.is_transposed
-    queries = model.num_attention_heads * model.kv_channels
-    keys = model.num_query_groups * model.kv_channels
-    order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
     rules = [
         *norm(f"{stack}.final_layernorm.", names.base + names.final_norm, model),
-        *linear(
-            attention + "linear_qkv",
-            tuple(hf + part for part in names.qkv),
-            model.add_qkv_bias,
-            rows=(queries, keys, keys) if len(names.qkv) > 1 else (),
-            order=None if names.is_megatron_order else order,
-            transposed=transposed,
-        ),
+        *_projections(names, model, stack),
         *linear(
             attention + "linear_proj",
             (hf + names.proj,),
@@ -175,7 +165,9 @@ def stack_rules(
             transposed=transposed,
         ),
     ]
-    if model.pre_norms:
+    if model.latent_attention is not None:
+        rules += norm(f"{stack}.layers.input_layernorm.", hf + names.input_norm, model)
+    elif model.pre_norms:
         rules += norm(attention + "linear_qkv.layer_norm_", hf + names.input_norm, model)
     if model.has_mlp_norm:
         rules += norm(mlp + "linear_fc1.layer_norm_", hf + names.mlp_norm, model)
@@ -214,6 +206,50 @@ def _xielu_rules(megatron: str, hugging_face: str) -> list[Rule]:
         for name in ("beta", "eps")
     ]
     return [alphas, *constants]
+
+
+def _projections(names: DecoderNames, model: ModelConfig, stack: str) -> list[Rule]:
+    """Rules of the projections to queries, keys and values."""
+    hf = names.base + names.layer
+    if model.latent_attention is not None:
+        return _latent_projections(model, model.latent_attention, hf + "self_attn.")
+    queries = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    order = None
+    if not names.is_megatron_order:
+        order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
+    return linear(
+        f"{stack}.layers.self_attention.linear_qkv",
+        tuple(hf + part for part in names.qkv),
+        model.add_qkv_bias,
+        rows=(queries, keys, keys) if len(names.qkv) > 1 else (),
+        order=order,
+        transposed=names.is_transposed,
+    )
+
+
+def _latent_projections(
+    model: ModelConfig,
+    latent: LatentAttention,
+    hf: str,
+) -> list[Rule]:
+    """Rules of queries, keys and values of latent attention, in module ``hf``; their norms are fused."""
+    attention = "decoder.layers.self_attention."
+    if latent.q_lora_rank is None:
+        rules = linear(attention + "linear_q_proj", (hf + "q_proj",))
+    else:
+        rules = [
+            *linear(attention + "linear_q_down_proj", (hf + "q_a_proj",), latent.add_bias),
+            *norm(attention + "linear_q_up_proj.layer_norm_", hf + "q_a_layernorm", model),
+            *linear(attention + "linear_q_up_proj", (hf + "q_b_proj",)),
+        ]
+    down = hf + "kv_a_proj_with_mqa"
+    return [
+        *rules,
+        *linear(attention + "linear_kv_down_proj", (down,), latent.add_bias),
+        *norm(attention + "linear_kv_up_proj.layer_norm_", hf + "kv_a_layernorm", model),
+        *linear(attention + "linear_kv_up_proj", (hf + "kv_b_proj",)),
+    ]
 
 
 def decoder_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:

@@ -84,6 +84,8 @@ class Family:
 
     name: str
     """``model_type`` in ``config.json``."""
+    aliases: tuple[str, ...] = ()
+    """Other values of ``model_type`` in files of this family, which transformers knows by its name; saved as that."""
     architectures: Mapping[str, str]
     """Hugging Face class with the head of each task, except those of ``heads``; the first task is the default."""
     heads: Mapping[str, Head] = field(default_factory=classifiers)

@@ -47,6 +47,15 @@ _LEGACY_KEYS = {
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "dots1": {"head_dim"},
     "glm4_moe": {"head_dim"},
+    "deepseek_v3": {
+        "aux_loss_alpha",
+        "ep_size",
+        "head_dim",
+        "moe_layer_freq",
+        "scoring_func",
+        "seq_aux",
+        "topk_method",
+    },
     "gpt_oss": {"experts_per_token", "initial_context_length"},
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
@@ -57,7 +66,6 @@ _MAX_LABELS = 500_000
 
 _POST_NORM = "it normalizes after each block (post-LN), and the engine's layers normalize before; use model_type="
 _BIASED_HEAD = "its output layer has a bias, and the engine's has none"
-_LATENT_ATTENTION = "its attention keeps latent vectors instead of keys and values"
 REFUSED_TYPES: dict[str, str] = {
     "bert": f"{_POST_NORM}'megatron-bert'",
     "roberta": f"{_POST_NORM}'megatron-bert'",
@@ -74,8 +82,7 @@ REFUSED_TYPES: dict[str, str] = {
     "phi": _BIASED_HEAD,
     "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
     "olmo": "its norms have no weights; use model_type='olmo2'",
-    "deepseek_v2": _LATENT_ATTENTION,
-    "deepseek_v3": _LATENT_ATTENTION,
+    "deepseek_v2": "its router selects groups by their largest softmax score, and not as 'deepseek_v3' does",
 }
 """Common model types that are not supported, and the reason."""
 
@@ -90,6 +97,16 @@ def known_families() -> dict[str, Family]:
     return found
 
 
+@functools.cache
+def _families_by_type() -> dict[str, Family]:
+    """All families by each ``model_type`` of their files."""
+    families = list(known_families().values())
+    found = {family.name: family for family in families}
+    for family in families:
+        found |= dict.fromkeys(family.aliases, family)
+    return found
+
+
 def family_of(model_type: str) -> Family:
     """Look up the family of a Hugging Face ``model_type``.
 
@@ -101,11 +118,12 @@ def family_of(model_type: str) -> Family:
         raise ConfigError(
             f"model_type={model_type!r} cannot be computed: {REFUSED_TYPES[model_type]} (known families: {known})"
         )
-    if model_type not in known_families():
+    found = _families_by_type().get(model_type)
+    if found is None:
         raise ConfigError(
             f"model_type={model_type!r} is not a known model family; choose from {known}"
         )
-    return known_families()[model_type]
+    return found
 
 
 def rules_of(model: ModelConfig) -> list[Rule]:
@@ -245,7 +263,8 @@ def config_object(model: HFConfigLike, *, check_keys: bool = True) -> Any:
 
     fields = config_fields(model)
     family = family_of(fields["model_type"])
-    model_type = fields.pop("model_type")
+    del fields["model_type"]
+    model_type = family.name
     config_class = CONFIG_MAPPING[model_type]
     _check_counts(fields)
     quantization = fields.pop("quantization_config", None)

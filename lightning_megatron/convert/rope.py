@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -77,6 +78,31 @@ def read_rope(
         return base, None
     width = int(head_dim(hf) * percent)
     return base, _scaling(hf, kind, rope, width, base)
+
+
+def latent_softmax_scale(rope_parameters: Mapping[str, Any] | None, width: int) -> float | None:
+    """Multiplier of scores in DeepSeek's latent attention, where ``mscale_all_dim`` scales queries and keys.
+
+    Peng et al. 2023, YaRN (arXiv 2309.00071), section 3.4: softer scores in longer contexts, here in all dimensions.
+
+    Args:
+        rope_parameters: ``rope_parameters`` of the config.
+        width: Dimensions of a head's queries and keys.
+
+    Returns:
+        The multiplier; None for 1 / sqrt(width).
+    """
+    rope = rope_parameters or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    all_dimensions = rope.get("mscale_all_dim")
+    if kind == "default" or not all_dimensions:
+        return None
+    scale: float = width**-0.5
+    factor = float(rope["factor"])
+    if factor <= 1:
+        return scale
+    of_queries = 0.1 * float(all_dimensions) * math.log(factor) + 1.0
+    return scale * of_queries**2
 
 
 def _scaling(

@@ -157,6 +157,11 @@ def check_fp8(
     Raises:
         ConfigError: If the run is not in bf16, the GPU has no fp8, or a matrix dimension is not a multiple of 16.
     """
+    if model.latent_attention is not None:
+        raise ConfigError(
+            f"fp8: expected queries, keys and values with projections of their own, got latent attention "
+            f"({model.family}), whose latents are computed in bf16; leave fp8 out"
+        )
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")
         raise ConfigError(

@@ -169,6 +169,45 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA): one latent vector of a token holds the keys and values of all heads.
+
+    DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1. The names are Megatron-Core's.
+    """
+
+    kv_lora_rank: int
+    """Width of the latent of keys and values."""
+    q_lora_rank: int | None
+    """Width of the latent of queries; None: queries are computed from the hidden states."""
+    qk_head_dim: int
+    """Dimensions of a head's queries and keys without positions; they come first."""
+    qk_pos_emb_head_dim: int
+    """Dimensions of a head's queries and keys with rotary positions; all heads have the same keys in them."""
+    v_head_dim: int
+    """Dimensions of a head's values."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of the norms of latents."""
+    add_bias: bool = False
+    """Whether the projections from hidden states to latents have biases."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ConfigError: If one is not positive, or the rotated dimensions are no pairs.
+        """
+        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
+        if self.q_lora_rank is not None:
+            require_number("q_lora_rank", self.q_lora_rank, at_least=1, at_most=_LARGEST_SIZE)
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of a token that generation caches in each layer: the latent, and the rotated keys."""
+        return self.kv_lora_rank + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture and hyperparameters of a GPT, BERT or T5 model, the same for every parallel layout."""
 
@@ -191,7 +230,7 @@ class ModelConfig:
     num_query_groups: int
     """Key/value heads: equal to ``num_attention_heads`` for MHA, fewer for GQA, 1 for MQA."""
     kv_channels: int
-    """Head dimension."""
+    """Head dimension; with ``latent_attention`` that of queries and keys."""
     vocab_size: int
     """Vocabulary size without padding."""
     max_position_embeddings: int
@@ -259,6 +298,8 @@ class ModelConfig:
     """T5: longer distances share one bucket."""
     softmax_scale: float | None = None
     """Multiplier of attention scores; None for 1 / sqrt(kv_channels)."""
+    latent_attention: LatentAttention | None = None
+    """GPT: keys and values from latent vectors; None for projections of their own."""
     attention_sinks: bool = False
     """GPT: whether each head has a learned score, of no key, in the denominator of its softmax (gpt-oss)."""
     attention_softcap: float | None = None
@@ -344,6 +385,7 @@ class ModelConfig:
         self._check_counts()
         self._check_sinks()
         self._check_query_scaling()
+        self._check_latent_attention()
         for name in (
             f"{of}_dropout"
             for of in ("embedding", "hidden", "attention", "activation", "classifier")
@@ -404,6 +446,25 @@ class ModelConfig:
                 " use 0"
             )
 
+    def _check_latent_attention(self) -> None:
+        """Check that the other fields are those of a model with latent attention.
+
+        Raises:
+            ConfigError: If its positions are not rotary, or heads share keys.
+        """
+        if self.latent_attention is None:
+            return
+        if self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"position_embedding_type={self.position_embedding_type!r}: expected 'rotary' for a {self.family} "
+                "model, whose attention is latent; leave it out"
+            )
+        if self.num_query_groups != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads={self.num_query_groups}: expected num_attention_heads="
+                f"{self.num_attention_heads} in latent attention, whose heads have keys of their own; correct it"
+            )
+
     def _check_counts(self) -> None:
         """Check products of sizes for which something is built before there is a weight.
 
@@ -421,7 +482,16 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """Number of rotated dimensions of a head."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_pos_emb_head_dim
         return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def value_width(self) -> int:
+        """Dimensions of a head's values."""
+        if self.latent_attention is not None:
+            return self.latent_attention.v_head_dim
+        return self.kv_channels
 
     @property
     def has_mlp_norm(self) -> bool:

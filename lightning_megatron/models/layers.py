@@ -43,12 +43,18 @@ from lightning_megatron.engine.ops.recompute import RecomputedOutput
 from lightning_megatron.engine.ops.router import Router
 from lightning_megatron.engine.ops.xielu import XIELU
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.latent_attention import LatentSelfAttention
 
 CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 """Checkpoint names of norms: those of Transformer Engine, which fuses a norm into the linear after it."""
+LATENT_CHECKPOINT_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""The same of the norms of latents."""
 
 _MASK_TYPES = {
     "gpt": AttnMaskType.causal,
@@ -96,6 +102,9 @@ def layer_spec(
         submodules=MLPSubmodules(linear_fc1=_MLPInputLinear, linear_fc2=fc2),
     )
     names = dict(CHECKPOINT_NAMES)
+    if model.latent_attention is not None:
+        del names["input_layernorm."]  # several linears read it
+        names |= LATENT_CHECKPOINT_NAMES
     if model.has_experts(number):
         del names["pre_mlp_layernorm."]  # not followed by a linear to fuse it into
         mlp = _experts(model)
@@ -162,7 +171,28 @@ def norm_spec(model: ModelConfig) -> ModuleSpec:
     return ModuleSpec(module=Norm, params={"has_bias": model.norm_bias})
 
 
+def _latent_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
+    factor = 1.0
+    if model.rope_scaling is not None:
+        factor = model.rope_scaling.attention_factor
+    return ModuleSpec(
+        module=LatentSelfAttention,
+        params={
+            "attn_mask_type": _MASK_TYPES[model.architecture],
+            "latent": model.latent_attention,
+            "attention_factor": factor,
+        },
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=None,
+            core_attention=_core_attention(model, config, layer),
+            linear_proj=_output_linear(model, has_bias=model.has_attention_output_bias),
+        ),
+    )
+
+
 def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
+    if model.latent_attention is not None:
+        return _latent_attention(model, config, layer)
     module: type[SelfAttention] = SelfAttention
     params: dict[str, Any] = {"attn_mask_type": _MASK_TYPES[model.architecture]}
     factor = 1.0

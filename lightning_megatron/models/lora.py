@@ -3,8 +3,8 @@
 Hu et al. 2021 (arXiv 2106.09685): a frozen linear's output ``x W^T`` becomes ``x W^T + alpha / r * x A^T B^T``.
 
 - Sharded over tp like the linear: of a column-parallel one, A is replicated and B has the shard's rows of W; of a
-  row-parallel one, A has the shard's columns of W and B is replicated. Ranks exchange r values per token and adapter,
-  not h.
+  row-parallel one, A has the shard's columns of W and B is replicated; of a replicated one, both are. Ranks exchange
+  r values per token and adapter, not h.
 - A linear that fuses several matrices (q, k, v; gate and up) has one adapter per matrix, as in ``peft``: their A are
   stacked ([n r, in], one matmul), and B has the rows of W, each of which reads only the r values of its own matrix. So
   B is sharded, ordered, converted and saved exactly like the rows of W. Rows of a matrix without an adapter stay zero.
@@ -40,6 +40,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from lightning_megatron.engine.ops.random_state import forked
+from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_adapter
 from lightning_megatron.models.config import ModelConfig
@@ -52,12 +53,12 @@ class Adapter(torch.nn.Module):
 
     Attributes:
         A: [n r, in] for n adapted matrices, or [n r, in/tp] for a row-parallel linear.
-        B: [out/tp, r], or [out, r] for a row-parallel linear; initially zero.
+        B: [out/tp, r], or [out, r] for a row-parallel or a replicated linear; initially zero.
     """
 
     def __init__(
         self,
-        linear: ColumnParallelLinear | RowParallelLinear,
+        linear: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear,
         name: str,
         parts: tuple[bool, ...],
         model: ModelConfig,
@@ -78,23 +79,28 @@ class Adapter(torch.nn.Module):
         self.base = (linear,)  # in a tuple, so that it is no submodule
         self.is_row = isinstance(linear, RowParallelLinear)
         self.is_gated = name == "linear_fc1" and model.gated_linear_unit
-        weight = linear.weight
-        rows, columns = weight.shape
-        self.A = torch.nn.Parameter(weight.new_empty(sum(parts) * self.rank, columns))
-        self.B = torch.nn.Parameter(weight.new_empty(rows, self.rank))
+        base = linear.weight
+        rows, columns = base.shape
+        self.A = torch.nn.Parameter(base.new_empty(sum(parts) * self.rank, columns))
+        self.B = torch.nn.Parameter(base.new_empty(rows, self.rank))
+        self.is_replicated = isinstance(linear, ReplicatedLinear)
         shard = self.A if self.is_row else self.B
-        full = self.B if self.is_row else self.A
-        set_tensor_model_parallel_attributes(shard, True, int(self.is_row), 1)
+        full = [self.B if self.is_row else self.A]
+        if self.is_replicated:
+            full.append(shard)
+        else:
+            set_tensor_model_parallel_attributes(shard, True, int(self.is_row), 1)
         # Megatron sums its gradients over the tp group, whose ranks have seen a shard of the sequence each.
         is_split = linear.config.sequence_parallel and linear.tp_group.size() > 1
-        full.sequence_parallel = is_split  # type: ignore[attr-defined]
+        for weight in full:
+            weight.sequence_parallel = is_split  # type: ignore[attr-defined]
         self.owners: Tensor | None
         self.register_buffer("owners", None, persistent=False)
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
         if len(parts) > 1:
-            adapted = torch.eye(len(parts), dtype=weight.dtype)[:, list(parts)]
+            adapted = torch.eye(len(parts), dtype=base.dtype)[:, list(parts)]
             owners = adapted[_matrix_of_rows(linear, name, model)]
-            self.owners = owners.to(weight.device)
+            self.owners = owners.to(base.device)
         # Before hooks that need the sum, e.g. norms.
         linear.register_forward_hook(self._add, prepend=True)
 
@@ -112,14 +118,14 @@ class Adapter(torch.nn.Module):
 
         Args:
             x: Input of the base: [s, b, in] or [s/tp, b, in]; row-parallel [s, b, in/tp].
-            output: Output of the base: [s, b, out/tp]; row-parallel [s, b, out] or [s/tp, b, out].
+            output: Output of the base: [s, b, out/tp]; row-parallel or replicated [s, b, out] or [s/tp, b, out].
 
         Returns:
             Their sum, in ``output``'s shape.
         """
         (linear,) = self.base
         low = self._project_down(x)
-        if linear.tp_group.size() > 1:
+        if linear.tp_group.size() > 1 and not self.is_replicated:
             # Column-parallel: the gradient of ``low`` is summed over ranks, as each uses it for its rows of B.
             # Row-parallel: ``low`` itself is summed, as each rank computes it from its columns of A.
             if self.is_row and linear.sequence_parallel:
@@ -170,10 +176,13 @@ class Adapter(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return the sharded state dict of A and B."""
         (linear,) = self.base
+        axes = {"A": 1} if self.is_row else {"B": 0}
+        if self.is_replicated:
+            axes = {}
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
-            {"A": 1} if self.is_row else {"B": 0},
+            axes,
             sharded_offsets,
             tp_group=linear.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],

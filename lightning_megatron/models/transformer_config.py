@@ -57,7 +57,9 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     scaling = None
     without_rope = None
     if model.position_embedding_type == "rope":
-        scaling = model.rope_scaling
+        # Latent attention multiplies the rotated dimensions, a part of each head.
+        if model.latent_attention is None:
+            scaling = model.rope_scaling
         if model.no_rope_layers:
             layers = range(model.num_layers)
             without_rope = [int(layer in model.no_rope_layers) for layer in layers]
@@ -69,6 +71,8 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": without_rope,
         "softmax_scale": rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling),
+        # Of the output projection's input; models/latent_attention.py knows the width of queries and keys.
+        "kv_channels": model.value_width,
     }
 
 

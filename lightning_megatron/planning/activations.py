@@ -7,6 +7,7 @@ package's layers (no attention matrix is stored).
 from __future__ import annotations
 
 from lightning_megatron.models.layout import comm_type_of
+from lightning_megatron.planning.parameters import latent_sizes
 from lightning_megatron.planning.run import PlannedRun
 
 _LOSS_BYTES = 4.5
@@ -43,8 +44,9 @@ def layer_bytes(
     """Bytes of activations that a layer stores for one microbatch; norms and activations excluded with ``recompute``.
 
     Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated
-    queries or T5's copy 2 q, attention output 2 q, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
-    to, and one byte per element with dropout.
+    queries or T5's copy 2 q, attention output 2 v, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
+    to, and one byte per element with dropout. In latent attention 4 for each number of its latents, which are split
+    over tp as the residual stream is.
     """
     model = run.model
     parallel = run.parallel
@@ -52,7 +54,8 @@ def layer_bytes(
     h = model.hidden_size
     f = model.mlp_width(layer)
     q = model.num_attention_heads * model.kv_channels
-    kv = 2 * model.num_query_groups * model.kv_channels
+    v = model.num_attention_heads * model.value_width
+    kv = model.num_query_groups * (model.kv_channels + model.value_width)
     topk = 0
     received = 0.0
     if model.experts is not None and model.has_experts(layer):
@@ -60,8 +63,14 @@ def layer_bytes(
         if parallel.ep > 1:
             received = ranks_per_token(run)
     mlp = (6 if model.gated_linear_unit else 4) * f
-    size = 8.0 * h + 2 * (q + kv) + 2 * q + mlp + 2.0 * h * topk
-    size += 2 * q * (model.position_embedding_type == "rope")
+    size = 8.0 * h + 2 * (q + kv) + 2 * v + mlp + 2.0 * h * topk
+    latents = 0
+    if model.latent_attention is not None:
+        # Before and after norms; and the expanded keys, from which those with positions are made.
+        latents = 4 * sum(latent_sizes(model))
+        size += 2 * model.num_attention_heads * model.latent_attention.qk_head_dim
+    elif model.position_embedding_type == "rope":
+        size += 2 * q
     size += 2 * h * (model.hidden_dropout > 0) + f * (model.activation_dropout > 0)
     norms = 2
     if is_decoder:
@@ -69,11 +78,11 @@ def layer_bytes(
         encoder_ratio = run.lengths[0] / run.lengths[-1]
         size += 4.0 * h + 4 * q + 2 * kv * encoder_ratio + h * (model.hidden_dropout > 0)
     split = size - 4.0 * norms * h
-    stream = 4.0 * norms * h
+    stream = 4.0 * norms * h + latents
     if recompute:
         # Inputs of experts that were received from other ranks are not recomputed.
         split -= 2.0 * f + 2.0 * h * (topk - received)
-        stream = 2.0 * norms * h
+        stream = 2.0 * norms * h + latents
     if parallel.sequence_parallel:
         stream /= parallel.tp
     size = split / parallel.tp + stream

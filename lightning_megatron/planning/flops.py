@@ -39,7 +39,8 @@ def forward_flops(
     layer with a sliding window of w < s tokens has ``w * (1 - w / (2 s))`` (or w) keys in place of s / 2 (or s).
     Those of a T5 for s_e encoder and s_d decoder tokens are ``L_e * s_e * (4 h q + mlp + 2 q s_e)
     + L_d * (s_d * (6 h q + mlp + q s_d + 2 q s_e) + 2 s_e h q) + s_d * h * V``. Of experts,
-    only the active ones and the router are counted.
+    only the active ones and the router are counted. In latent attention the projections are those of its latents,
+    and values may be narrower than keys.
 
     Args:
         model: Model config.
@@ -71,6 +72,7 @@ def layer_flops(
     """
     h = model.hidden_size
     q = model.num_attention_heads * model.kv_channels
+    v = model.num_attention_heads * model.value_width
     mlp = h * model.mlp_width(layer) * mlp_matrices(model)
     if model.experts is not None and model.has_experts(layer):
         experts = model.experts
@@ -84,7 +86,7 @@ def layer_flops(
     elif is_decoder and attention == "causal":
         keys = s / 2
     products = s * (attention_weights(model) + mlp)
-    scores = 2 * s * q * keys
+    scores = s * (q + v) * keys
     if is_decoder:
         # Cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens.
         products += (s + lengths[0]) * 2 * h * q

@@ -146,13 +146,34 @@ def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     q = model.num_attention_heads * model.kv_channels
     kv = model.num_query_groups * model.kv_channels
     return {
+        **_latent_linears(model),
         "linear_qkv": (h, (q, kv, kv)),
         "linear_q": (h, (q,)),
         "linear_kv": (h, (kv, kv)),
-        "linear_proj": (q, (h,)),
+        "linear_proj": (model.num_attention_heads * model.value_width, (h,)),
         "linear_fc1": (h, (ffn,) * (mlp_matrices(model) - 1)),
         "linear_fc2": (ffn, (h,)),
     }
+
+
+def _latent_linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The same of the linears of queries, keys and values in latent attention; none in others."""
+    latent = model.latent_attention
+    if latent is None:
+        return {}
+    h = model.hidden_size
+    heads = model.num_attention_heads
+    queries = heads * model.kv_channels
+    linears: dict[str, tuple[int, tuple[int, ...]]] = {}
+    if latent.q_lora_rank is None:
+        linears["linear_q_proj"] = (h, (queries,))
+    else:
+        linears["linear_q_down_proj"] = (h, (latent.q_lora_rank,))
+        linears["linear_q_up_proj"] = (latent.q_lora_rank, (queries,))
+    expanded = heads * (latent.qk_head_dim + latent.v_head_dim)
+    linears["linear_kv_down_proj"] = (h, (latent.cached_width,))
+    linears["linear_kv_up_proj"] = (latent.kv_lora_rank, (expanded,))
+    return linears
 
 
 def _layer(
@@ -176,6 +197,8 @@ def _layer(
         width = experts.shared_ffn_hidden_size
     # Key/value heads are split even if there are fewer than ranks: each rank keeps some of their rows.
     split = num_attentions * attention_weights(model) + mlp_matrices(model) * h * width
+    latents = latent_sizes(model)
+    split -= h * sum(latents)
     split += model.add_qkv_bias * qkv + model.add_bias_linear * up
     split += model.attention_sinks * model.num_attention_heads
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
@@ -187,6 +210,11 @@ def _layer(
             heads = model.num_attention_heads + model.num_query_groups
         replicated += heads * _norm(model, model.kv_channels)
     replicated += 2 * (model.activation == "xielu")
+    replicated += h * sum(latents)
+    if model.latent_attention is not None:
+        replicated += model.latent_attention.add_bias * sum(latents)
+        # Norms; the keys with positions have none.
+        replicated += sum(latents) - model.latent_attention.qk_pos_emb_head_dim
     if experts is not None:
         # The router, and the gate of the shared MLP.
         replicated += experts.num_experts * (h + experts.add_bias)
@@ -197,8 +225,22 @@ def _layer(
 
 def attention_weights(model: ModelConfig) -> int:
     """Number of weights of one attention."""
+    if model.latent_attention is not None:
+        of_proj = model.num_attention_heads * model.value_width * model.hidden_size
+        linears = _latent_linears(model).values()
+        return of_proj + sum(columns * sum(rows) for columns, rows in linears)
     heads = model.num_attention_heads + model.num_query_groups
     return 2 * model.hidden_size * heads * model.kv_channels
+
+
+def latent_sizes(model: ModelConfig) -> tuple[int, ...]:
+    """Outputs of the projections from hidden states to latents, whose weights each rank has; none without latents."""
+    latent = model.latent_attention
+    if latent is None:
+        return ()
+    if latent.q_lora_rank is None:
+        return (latent.cached_width,)
+    return (latent.q_lora_rank, latent.cached_width)
 
 
 def mlp_matrices(model: ModelConfig) -> int:

@@ -287,8 +287,9 @@ def _exchanged_bytes(run: PlannedRun, layer: int) -> float:
         return 0.0
     is_decoder = layer >= model.num_layers
     tokens = run.lengths[-1] if is_decoder else run.lengths[0]
-    kv = 2 * model.num_query_groups * model.kv_channels
-    queries = 2 * model.num_attention_heads * model.kv_channels * tokens
+    widths = model.kv_channels + model.value_width
+    kv = model.num_query_groups * widths
+    queries = model.num_attention_heads * widths * tokens
     keys = kv * tokens
     if is_decoder:
         # And cross-attention.

@@ -82,6 +82,8 @@ PUBLISHED_BILLIONS = {
     "gemma-2-9b": 9.24,
     "mixtral-8x7b": 46.7,
     "qwen3-30b-a3b": 30.5,
+    "moonlight-16b-a3b": 16.0,
+    "deepseek-v3": 671.0,
     "t5-large": 0.738,
     "t5-3b": 2.85,
     "bert-large": 0.336,

@@ -31,7 +31,16 @@ from tests.ranks import ROOT
 
 PAGE = ROOT / "docs" / "families.md"
 LAYOUTS = {"1 rank": Layout(), "tp2": TP2, "tp2 pp2 sp": FOUR_RANKS}
-ELSEWHERE = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss"}
+ELSEWHERE = {
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "dots1",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v3",
+}
 """Families with experts, compared in tests/families/test_experts.py."""
 _WORDS: dict[str, str] = {
     "normalization": "RMSNorm",

@@ -158,7 +158,8 @@ def check_family(
         hf_model: The Hugging Face model with its head; see ``tiny_model``.
         layout: Layout of this package's model; up to four ranks.
         rows: A complete batch; each row with the argument names of the Hugging Face model.
-        adapters: Add ``peft`` adapters to all linears; compare their gradients and saved files.
+        adapters: Add ``peft`` adapters to all linears (with experts, to those of attention); compare their gradients
+            and saved files.
 
     Returns:
         The largest errors.
@@ -217,12 +218,16 @@ def _with_adapters(hf_model: Any, directory: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)
-    linears = linear_rules(rules_of(model_config(directory / "source")))
+    model = model_config(directory / "source")
+    linears = linear_rules(rules_of(model))
     ends = {
         name.removesuffix(".weight").split(f"{LAYER}.")[1]
         for r in linears.values()
         for name in r.hugging_face
     }
+    if model.experts is not None:
+        # peft scales adapters of MLPs otherwise in a model with experts, also those of its dense layers.
+        ends = {end for end in ends if end.startswith("self_attn.")}
     config = LoraConfig(
         r=3,
         lora_alpha=5,

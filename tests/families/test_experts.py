@@ -30,6 +30,14 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+_LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**_LIKE_LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.2}),
     "qwen2_moe": ("Qwen2Moe", {**_QWEN, "shared_expert_intermediate_size": 28}),
@@ -40,6 +48,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": ("Dots1", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     "glm4_moe": ("Glm4Moe", {**_DEEPSEEK, "head_dim": 12, "use_qk_norm": True}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "num_key_value_heads": LIKE_LLAMA["num_attention_heads"],
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "rope_parameters": _LATENT_YARN,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -61,6 +83,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Names of transformers' classes, and fields of a tiny model."""
+_MOONLIGHT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": None,
+    "rms_norm_eps": 1e-5,
+}
+"""Fields of DeepSeek-V3 in which Moonlight differs."""
 
 
 def mixture(family: str, **changes: Any) -> Any:
@@ -134,6 +164,9 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ),
     ("dots1", {}, FOUR_RANKS),
     ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
+    ("deepseek_v3", {"attention_bias": True}, Layout()),
+    ("deepseek_v3", {}, FOUR_RANKS),
+    ("deepseek_v3", _MOONLIGHT, Layout(ep=2, cp=2)),
     ("gpt_oss", {}, Layout()),
     ("gpt_oss", {}, FOUR_RANKS),
     ("gpt_oss", {}, Layout(ep=2, cp=2)),
@@ -159,6 +192,24 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("dots1", {}, Layout(ep=2, cp=2)),
     ("glm4_moe", {"use_qk_norm": False}, FOUR_RANKS),
     ("glm4_moe", {}, Layout(tp=2, sequence_parallel=True)),
+    ("deepseek_v3", {}, Layout(tp=2, sequence_parallel=True, recompute="selective")),
+    ("deepseek_v3", {"rope_interleave": False}, Layout(ep=2, dp=2, recompute="full")),
+    ("deepseek_v3", {}, Layout(cp=2, cp_comm_type="all_gather")),
+    ("deepseek_v3", {"tie_word_embeddings": True}, INTERLEAVED),
+    (
+        "deepseek_v3",
+        {},
+        Layout(
+            recompute="selective",
+            transformer_config_overrides=(("recompute_modules", ["core_attn"]),),
+        ),
+    ),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, Layout(tp=2)),  # no sequence parallelism
+    (
+        "deepseek_v3",
+        {**_MOONLIGHT, "attention_bias": True},
+        Layout(ep=2, tp=2, sequence_parallel=True),
+    ),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(tp=2, sequence_parallel=True, recompute="full")),
     ("gpt_oss", {}, Layout(ep=2, dp=2, recompute="selective")),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(cp=2)),  # keys are gathered
@@ -200,6 +251,18 @@ def test_mixture_of_experts_equals_hugging_face(
         balanced = _per_layer_and_microbatch(original, layout)
         monkeypatch.setattr(modeling, "load_balancing_loss_func", balanced)
     check_family(mixture(family, **changes), layout, padded_sentences())
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, FOUR_RANKS),
+        pytest.param(_MOONLIGHT, Layout(), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_of_latent_attention_equal_peft(changes: dict[str, Any], layout: Layout) -> None:
+    model = mixture("deepseek_v3", **changes)
+    check_family(model, layout, padded_sentences(), adapters=True)
 
 
 def _loss_with_a_bias(directory: str) -> float:

@@ -31,11 +31,27 @@ _LIKE_LLAMA: dict[str, Any] = {
 }
 _LIKE_LLAMA |= {"intermediate_size": 40, "num_experts_per_tok": 3, "vocab_size": 83}
 _LIKE_QWEN = {**_LIKE_LLAMA, "num_experts": 6, "moe_intermediate_size": 12, "mlp_only_layers": [2]}
+_DEEPSEEK = {
+    **_LIKE_LLAMA,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "attention_bias": True,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {**_LIKE_LLAMA, "num_local_experts": 4},
     "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
     "Qwen3Moe": {**_LIKE_QWEN, "decoder_sparse_step": 2},
     "GptOss": {**_LIKE_LLAMA, "num_local_experts": 4, "head_dim": 8},
+    "DeepseekV3": _DEEPSEEK,
 }
 _BERT = {
     "hidden_size": 24,

@@ -23,7 +23,8 @@ many small experts, whose top-k probabilities are not normalized, and a shared e
 128 experts, no shared one. In both some layers may have a dense MLP. OLMoE (Muennighoff et al. 2024, arXiv
 2409.02060): 64 experts, and QK norm over all heads. dots.llm1 (rednote 2025, arXiv 2506.05767) and GLM-4.5 (GLM Team
 2025, arXiv 2508.06471): the router of DeepSeek-V3 (arXiv 2412.19437), sigmoids with a bias and groups, leading dense
-layers, and shared experts without a gate; GLM-4.5's layers of multi-token prediction are left out, as in transformers.
+layers, and shared experts without a gate. DeepSeek-V3 itself, Moonlight and Kimi K2 (Moonshot AI 2025, arXiv
+2507.20534) also have its latent attention. Layers of multi-token prediction are left out, as in transformers.
 gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks in attention, windows in every other layer, biases everywhere, a softmax
 over the chosen logits of the router, and clamped SwiGLU. ``output_router_logits``, with which transformers adds the
 auxiliary loss, is ignored: training here adds the load balancing loss whenever ``router_aux_loss_coef`` is not 0.
@@ -36,9 +37,9 @@ from typing import Any
 from lightning_megatron.convert.decoder_rules import DecoderNames, StackedExperts
 from lightning_megatron.convert.family import Family, causal_lm, classifiers
 from lightning_megatron.convert.model_fields import LLAMA, Fields, activation, head_dim
-from lightning_megatron.convert.rope import read_rope
+from lightning_megatron.convert.rope import latent_softmax_scale, read_rope
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.config import Experts
+from lightning_megatron.models.config import Experts, LatentAttention
 
 
 def _granite(hf: Any) -> Fields:
@@ -213,6 +214,27 @@ def _deepseek_experts(hf: Any) -> Fields:
         dense_layers=dense,
     )
     return {"experts": experts}
+
+
+def _deepseek_v3(hf: Any) -> Fields:
+    latent = LatentAttention(
+        kv_lora_rank=hf.kv_lora_rank,
+        q_lora_rank=hf.q_lora_rank,
+        qk_head_dim=hf.qk_nope_head_dim,
+        qk_pos_emb_head_dim=hf.qk_rope_head_dim,
+        v_head_dim=hf.v_head_dim,
+        add_bias=hf.attention_bias,
+    )
+    width = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    return {
+        **_deepseek_experts(hf),
+        "latent_attention": latent,
+        "kv_channels": width,
+        "rotary_interleaved": hf.rope_interleave,
+        "softmax_scale": latent_softmax_scale(hf.rope_parameters, width),
+        # attention_bias applies to latents and the output alone.
+        "add_qkv_bias": False,
+    }
 
 
 def _glm4_moe(hf: Any) -> Fields:
@@ -429,6 +451,22 @@ FAMILIES = (
         defaults={**LLAMA, "qk_layernorm": True},
         custom_fields=_deepseek_experts,
         names=_DEEPSEEK_NAMES,
+    ),
+    Family(
+        name="deepseek_v3",
+        aliases=("kimi_k2",),
+        architectures=causal_lm("DeepseekV3"),
+        heads=classifiers("DeepseekV3"),
+        defaults=LLAMA,
+        custom_fields=_deepseek_v3,
+        names=_DEEPSEEK_NAMES,
+        required={
+            "pretraining_tp": (1, None),
+            # Read by the code that is published with the weights, and not by transformers.
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
     ),
     Family(
         name="glm4_moe",

@@ -3,7 +3,7 @@
 Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/dot_product_attention.py) writes the
 [b, np, s, s] scores to memory several times, repeats the key/value heads and refuses an attention bias. Here, on CUDA:
 
-- no mask, or causal alone: torch's scaled_dot_product_attention without a mask;
+- no mask, or causal alone: torch's scaled_dot_product_attention without a mask (``narrow_values.py`` for two widths);
 - segments, windows and ALiBi without dropout, from 512 tokens on: FlexAttention, compiled, without an s x s tensor;
 - segments with dropout, or in short rows: variable-length FlashAttention, with one sequence per run of a segment
   (Dao 2023, https://arxiv.org/abs/2307.08691); a dense mask takes twice as long;
@@ -40,6 +40,7 @@ from lightning_megatron.engine.ops.flex_attention import (
 )
 from lightning_megatron.engine.ops.key_value_cache import KeyValueCache
 from lightning_megatron.engine.ops.masks import Alibi, AlibiKind, Pattern
+from lightning_megatron.engine.ops.narrow_values import attend_narrow
 from lightning_megatron.engine.ops.sinks import (
     Sinks,
     attend_with_sinks,
@@ -150,7 +151,7 @@ class SDPAttention(MegatronModule):
         Args:
             query: [sq, b, np, hn].
             key: [sk, b, ng, hn]; ng divides np.
-            value: [sk, b, ng, hn].
+            value: [sk, b, ng, hv]; hv is hn, but less in latent attention.
             attention_mask: Segment ids of all keys, cached ones included, integers [b, sk] (``masks.py``); or bool
                 [b or 1, 1, sq or 1, sk], True for hidden keys; None for no mask.
             attn_mask_type: Replaces the layer's mask type for this call.
@@ -158,13 +159,13 @@ class SDPAttention(MegatronModule):
             packed_seq_params: Unused; packed rows have a mask of segments.
 
         Returns:
-            [sq, b, np * hn].
+            [sq, b, np * hv].
         """
         kind = attn_mask_type or self.attn_mask_type
         mask = attention_mask
         if kind == AttnMaskType.no_mask:
             mask = None
-        sq, b, np, hn = query.shape
+        sq, _, np, _ = query.shape
         q = query.permute(1, 2, 0, 3)
         k = key.permute(1, 2, 0, 3)
         v = value.permute(1, 2, 0, 3)
@@ -197,6 +198,9 @@ class SDPAttention(MegatronModule):
                 sinks = self._own_sinks(self.sinks.scores)
                 scale = self.softmax_scale
                 out = attend_with_sinks(q, k, v, sinks, None, causal=causal, scale=scale)
+            elif mask is None and is_plain and v.shape[3] < q.shape[3]:
+                scale = self.softmax_scale
+                out = attend_narrow(q, k, v, causal=causal, dropout=dropout, scale=scale)
             elif mask is None and is_plain:
                 out = F.scaled_dot_product_attention(
                     q,
@@ -216,7 +220,7 @@ class SDPAttention(MegatronModule):
                     cross=self.is_cross,
                 )
                 out = self._attend_masked(q, k, v, mask, pattern, dropout)
-        return out.permute(2, 0, 1, 3).reshape(sq, b, np * hn)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_masked(
         self,
@@ -227,7 +231,7 @@ class SDPAttention(MegatronModule):
         pattern: Pattern,
         dropout: float,
     ) -> Tensor:
-        """Attend with a mask, causality over cached keys, a window, ALiBi or a soft cap: [b, np, sq, hn]."""
+        """Attend with a mask, causality over cached keys, a window, ALiBi or a soft cap: [b, np, sq, hv]."""
         if mask is None or mask.dim() == 2:  # segments
             if dropout == 0.0 and can_use_flex(q, k):
                 return self._attend_flex(q, k, v, mask, pattern)
@@ -261,7 +265,7 @@ class SDPAttention(MegatronModule):
         added: Tensor | None,
         dropout: float,
     ) -> Tensor:
-        """Attend with a dense additive mask: [b, np, sq, hn]."""
+        """Attend with a dense additive mask: [b, np, sq, hv]."""
         if self.sinks is not None:
             sinks = self._own_sinks(self.sinks.scores)
             scale = self.softmax_scale
@@ -282,7 +286,7 @@ class SDPAttention(MegatronModule):
         segments: Tensor | None,
         pattern: Pattern,
     ) -> Tensor:
-        """Attend by FlexAttention: [b, np, sq, hn]."""
+        """Attend by FlexAttention: [b, np, sq, hv]."""
         if segments is None:
             blocks = masks.block_mask_without_segments(pattern, q.device)
         else:
@@ -299,6 +303,7 @@ class SDPAttention(MegatronModule):
             q.shape[1],
             k.shape[1],
             q.shape[3],
+            v.shape[3],
             q.dtype,
             torch.is_grad_enabled(),
         )
@@ -420,17 +425,17 @@ def _sdpa_with_mask(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """Attention by torch's scaled_dot_product_attention or, for one query, split-K: [b, np, sq, hn].
+    """Attention by torch's scaled_dot_product_attention or, for one query, split-K: [b, np, sq, hv].
 
     Args:
         q: [b, np, sq, hn].
         k: [b, ng, sk, hn]; ng divides np.
-        v: [b, ng, sk, hn].
+        v: [b, ng, sk, hv].
         added: Additive mask, [b or 1, np or 1, sq or 1, sk].
         dropout: Probability of dropping a weight.
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
-    shape = q.shape
+    shape = (*q.shape[:3], v.shape[3])
     groups = k.shape[1]
     if q.shape[2] == 1:  # heads of a group become queries of one head, so no key is copied
         q = q.reshape(len(q), groups, -1, q.shape[3])

@@ -41,6 +41,7 @@ from typing_extensions import override
 from lightning_megatron.engine.ops import peer_copies
 from lightning_megatron.engine.ops.attention import CAUSAL, MASK_CACHE, SDPAttention
 from lightning_megatron.engine.ops.masks import Alibi
+from lightning_megatron.engine.ops.narrow_values import padded_values
 from lightning_megatron.engine.ops.peer_copies import Collectives
 
 
@@ -209,7 +210,8 @@ class ContextParallelAttention(SDPAttention):
             output = attend(query, key, value, mask, kind, bias)
             (output,) = exchange(output, split_dim=0, concat_dim=2)
             return output
-        stacked = torch.stack((key, value), dim=1)
+        width = value.shape[-1]
+        stacked = torch.stack((key, padded_values(value, key.shape[-1])), dim=1)
         gathered: Tensor = _GatherKeys.apply(stacked, context.group)  # type: ignore[no-untyped-call]
         if kind not in CAUSAL:
             if not self.is_cross and bias is None:
@@ -217,7 +219,7 @@ class ContextParallelAttention(SDPAttention):
             else:
                 gathered = context.restore_order(gathered)
             keys = gathered[:, 0]
-            values = gathered[:, 1]
+            values = gathered[:, 1, ..., :width]
             return attend(query, keys, values, mask, kind, bias)
         gathered = context.restore_order(gathered)
         outputs = []
@@ -228,7 +230,7 @@ class ContextParallelAttention(SDPAttention):
             if mask is not None:
                 run_mask = _first_keys(mask, end)
             keys = gathered[:end, 0]
-            values = gathered[:end, 1]
+            values = gathered[:end, 1, ..., :width]
             outputs.append(attend(run, keys, values, run_mask, kind, bias))
         return torch.cat(outputs)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,6 +122,10 @@ class Collectives:
             split_dim: Dimension that the group's size divides.
             concat_dim: Another dimension.
         """
+        if len({x.shape[-1] for x in tensors}) > 1:
+            # Values may be narrower than queries and keys.
+            alone = partial(self.all_to_all, split_dim=split_dim, concat_dim=concat_dim)
+            return tuple(alone(x)[0] for x in tensors)
         # One message: the ranks first, then the dimension in which the tensors differ.
         packed = []
         for x in tensors:

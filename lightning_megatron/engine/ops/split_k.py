@@ -37,17 +37,17 @@ def attend_split_k(
     splits: int,
     scale: float | None,
 ) -> Tensor:
-    """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hn].
+    """Attention over splits of the keys, combined by their log-sum-exps: [b, ng, repeats, hv].
 
     Args:
         q: [b, ng, repeats, hn], the queries that share keys.
         k: [b, ng, sk, hn]; ``splits`` divides sk.
-        v: [b, ng, sk, hn].
+        v: [b, ng, sk, hv].
         added: Additive mask, [b or 1, ng or 1, repeats or 1, sk], with finite values in each split.
         splits: Number of splits.
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
-    rows, groups, repeats, width = q.shape
+    rows, groups, repeats, _ = q.shape
     keys = k.unflatten(2, (splits, -1)).flatten(0, 1)
     values = v.unflatten(2, (splits, -1)).flatten(0, 1)
     queries = q.flatten(0, 1).unsqueeze(1)
@@ -64,7 +64,7 @@ def attend_split_k(
         scale=scale,
     )
     combined: Tensor = _compiled_combine()(outputs, log_sums)
-    return combined.view(rows, groups, repeats, width)
+    return combined.view(rows, groups, repeats, v.shape[3])
 
 
 def _combine_splits(outputs: Tensor, log_sums: Tensor) -> Tensor:

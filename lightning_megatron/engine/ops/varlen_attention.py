@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.flex_attention import has_kernels
 from lightning_megatron.engine.ops.masks import Pattern
+from lightning_megatron.engine.ops.narrow_values import padded_values
 
 
 class SegmentRuns(NamedTuple):
@@ -63,12 +64,12 @@ def attend_varlen(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """Attention within each run by variable-length FlashAttention: [b, np, s, hn].
+    """Attention within each run by variable-length FlashAttention: [b, np, s, hv].
 
     Args:
         q: [b, np, s, hn].
         k: [b, ng, s, hn].
-        v: [b, ng, s, hn].
+        v: [b, ng, s, hv].
         runs: Tokens that see each other.
         causal: Whether later keys are hidden from a query.
         dropout: Probability of dropping a weight.
@@ -79,6 +80,8 @@ def attend_varlen(
     if repeats > 1:
         k = k.repeat_interleave(repeats, dim=1)
         v = v.repeat_interleave(repeats, dim=1)
+    width = v.shape[3]
+    v = padded_values(v, hn)
     packed = [x.transpose(1, 2).reshape(b * s, np, hn) for x in (q, k, v)]
     # The operator beneath torch's scaled_dot_product_attention, which itself does not take sequence lengths.
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -92,4 +95,4 @@ def attend_varlen(
         False,
         scale=scale,
     )[0]
-    return out.view(b, s, np, hn).transpose(1, 2)
+    return out.view(b, s, np, hn).transpose(1, 2)[..., :width]

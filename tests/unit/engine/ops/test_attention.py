@@ -86,6 +86,29 @@ def _segments(
     return segments
 
 
+def _with_narrow_values(qkv: list[Tensor], width: int) -> list[Tensor]:
+    """Queries, keys and values, of which the values are cut to ``width`` columns."""
+    query, key, value = qkv
+    return [query, key, value[..., :width].detach().requires_grad_()]
+
+
+@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize("queries", [1, 12])
+def test_values_may_be_narrower_than_keys(queries: int, has_segments: bool) -> None:
+    query, key, wide = _qkv(queries, 12)
+    value = wide[..., :40].detach().requires_grad_()
+    segments = _segments(12, in_runs=True) if has_segments else None
+    actual = _layer()(query, key, value, segments)
+    expected = _layer()(query, key, wide, segments).unflatten(2, (HEADS, -1))
+    torch.testing.assert_close(actual, expected[..., :40].flatten(2))
+    weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((actual * weight).sum(), [query, key, value])
+    others = expected[..., :40].flatten(2)
+    theirs = torch.autograd.grad((others * weight).sum(), [query, key, wide])
+    torch.testing.assert_close(ours[:2], theirs[:2])
+    torch.testing.assert_close(ours[2], theirs[2][..., :40])
+
+
 def test_rows_of_padding_only_give_finite_results() -> None:
     qkv = _qkv(12, 12)
     layers = (
@@ -521,6 +544,28 @@ def test_attention_with_sinks_equals_the_cpu(
     for ours, theirs in zip(gradients, reference, strict=True):
         error = (ours.float().cpu() - theirs).norm() / theirs.norm()
         assert error < (1e-3 if is_exact else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("queries", "keys", "has_segments"),
+    [
+        (256, 256, False),
+        (192, 192, False),
+        (96, 96, True),
+        (700, 700, True),
+        (1, 256, True),
+    ],
+)
+def test_values_narrower_than_keys_equal_the_cpu(
+    queries: int, keys: int, has_segments: bool, calls: _Calls
+) -> None:
+    layer = _layer(groups=HEADS, width=192, softmax_scale=0.05)
+    qkv = _with_narrow_values(_qkv(queries, keys, HEADS, width=192, device="cuda"), 128)
+    segments = _segments(keys, in_runs=True) if has_segments else None
+    _assert_equals_cpu(layer, qkv, segments)
+    packed = has_segments and queries > 1
+    assert calls.blocks + calls.runs == packed
 
 
 @pytest.mark.gpu

@@ -1,0 +1,169 @@
+"""Multi-head latent attention: one latent vector of a token holds the keys and values of all heads.
+
+DeepSeek-AI 2024, DeepSeek-V2 (arXiv 2405.04434), section 2.1. A head's queries and keys are of two parts: one from
+latents, without positions, and one with rotary positions, whose key is the same for all heads.
+
+Modules and weights have the names and the order of megatron-core 0.16.1, transformer/multi_latent_attention.py. Its own
+``MLASelfAttention`` is not used: it computes rotary angles itself, for positions 0, 1, 2, ... and two of the scalings,
+has no biases, gathers hidden states for its first projections, and caches latents for Transformer Engine's linears
+alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+
+from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
+from lightning_megatron.models.config import LatentAttention
+
+
+class LatentSelfAttention(Attention):
+    """Self-attention with keys and values from latents.
+
+    Attributes:
+        linear_q_proj: Queries of the hidden states, if there is no latent of queries.
+        linear_q_down_proj: Latent of queries, of the hidden states.
+        linear_q_up_proj: Queries of their latent.
+        linear_kv_down_proj: Latent of keys and values, and the keys with positions.
+        linear_kv_up_proj: Keys without positions, and values, of each head.
+        q_layernorm: Norm of the latent of queries.
+        kv_layernorm: Norm of the latent of keys and values.
+    """
+
+    def __init__(
+        self,
+        *,
+        latent: LatentAttention,
+        attention_factor: float,
+        **kwargs: Any,
+    ) -> None:
+        """Create the attention; ``ModuleSpec.params`` has the arguments that are not Megatron's.
+
+        Args:
+            latent: Widths.
+            attention_factor: Multiplier of sines and cosines.
+            kwargs: Megatron's.
+        """
+        super().__init__(attention_type="self", **kwargs)
+        config = self.config
+        self.latent = latent
+        self.attention_factor = attention_factor
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        down = partial(ReplicatedLinear, config=config, bias=latent.add_bias)
+        norm = partial(Norm, config, eps=latent.norm_epsilon)
+        up = partial(
+            ColumnParallelLinear,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+        )
+        query_size = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+        if latent.q_lora_rank is None:
+            self.linear_q_proj = up(hidden, query_size)
+        else:
+            self.linear_q_down_proj = down(hidden, latent.q_lora_rank)
+            self.q_layernorm = norm(hidden_size=latent.q_lora_rank)
+            self.linear_q_up_proj = up(latent.q_lora_rank, query_size)
+        self.linear_kv_down_proj = down(hidden, latent.cached_width)
+        self.kv_layernorm = norm(hidden_size=latent.kv_lora_rank)
+        self.linear_kv_up_proj = up(
+            latent.kv_lora_rank,
+            heads * (latent.qk_head_dim + latent.v_head_dim),
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention. Collective over the tp and cp groups.
+
+        Args:
+            hidden_states: [s/cp or s/cp/tp, b, h].
+            attention_mask: As for the core attention.
+            rotary_pos_emb: Angles, [s/cp, 1 or b, 1, qk_pos_emb_head_dim].
+            kwargs: Megatron-Core's arguments for inference and other kinds of positions; None.
+
+        Returns:
+            Hidden states of the same shape, and the bias of the output projection, which is not added.
+        """
+        assert rotary_pos_emb is not None, "latent attention has rotary positions"
+        query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
+        if self.checkpoint_core_attention and self.training:
+            attended = checkpoint(self.core_attention, False, query, key, value, attention_mask)
+        else:
+            attended = self.core_attention(query, key, value, attention_mask)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
+        return output
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        rotary_pos_emb: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, [s/cp, b, np/tp, qk_head_dim + qk_pos_emb_head_dim], and values, [.., v_head_dim]."""
+        query = self._queries(hidden_states, rotary_pos_emb)
+        latents, rotated = self._latents(hidden_states, rotary_pos_emb)
+        key, value = self._expand(latents, rotated)
+        return query, key, value
+
+    def _queries(self, hidden_states: Tensor, angles: Tensor) -> Tensor:
+        """Queries of this rank's heads, [s/cp, b, np/tp, qk_head_dim + qk_pos_emb_head_dim]."""
+        latent = self.latent
+        if latent.q_lora_rank is None:
+            mixed, _ = self.linear_q_proj(hidden_states)
+        else:
+            of_queries, _ = self.linear_q_down_proj(hidden_states)
+            mixed, _ = self.linear_q_up_proj(self.q_layernorm(of_queries))
+        heads = mixed.unflatten(2, (self.num_attention_heads_per_partition, -1))
+        widths = (latent.qk_head_dim, latent.qk_pos_emb_head_dim)
+        plain, rotary = heads.split(widths, dim=-1)
+        return torch.cat((plain, self._rotate(rotary, angles)), dim=-1)
+
+    def _latents(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized latents, [s/cp or s/cp/tp, b, kv_lora_rank], and rotated keys, [s/cp, b, 1, ...]."""
+        mixed, _ = self.linear_kv_down_proj(hidden_states)
+        widths = (self.latent.kv_lora_rank, self.latent.qk_pos_emb_head_dim)
+        latents, rotary = mixed.split(widths, dim=-1)
+        # Each rank has the keys of its own heads, which are the same: their gradients are summed over tp.
+        if self.config.sequence_parallel:
+            rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
+        else:
+            rotary = copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)
+        return self.kv_layernorm(latents), self._rotate(rotary[:, :, None], angles)
+
+    def _expand(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's heads: [s/cp, b, np/tp, ...]."""
+        latent = self.latent
+        mixed, _ = self.linear_kv_up_proj(latents)
+        heads = mixed.unflatten(2, (self.num_attention_heads_per_partition, -1))
+        plain, value = heads.split((latent.qk_head_dim, latent.v_head_dim), dim=-1)
+        shared = rotated.expand(-1, -1, heads.shape[2], -1)
+        return torch.cat((plain, shared), dim=-1), value
+
+    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        rotated: Tensor = apply_rotary_pos_emb(
+            x,
+            angles,
+            self.config,
+            mscale=self.attention_factor,
+            cp_group=self.pg_collection.cp,
+        )
+        return rotated
