@@ -113,6 +113,7 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
         "olmoe",
         "dots1",
         "glm4_moe",
+        "deepseek_v3",
         "gpt_oss",
     )
     assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
