@@ -45,9 +45,13 @@ class CachedChunk:
             # Not the layers of an encoder, which runs once.
             modules = model.decoder.modules()
             self.layers = [module for module in modules if isinstance(module, SDPAttention)]
-        sizes = [source if layer.is_cross else slots for layer in self.layers]
-        self.caches = [[KeyValueCache(size) for size in sizes] for _ in range(num_groups)]
+        self.caches: list[list[KeyValueCache]] = []
         """One cache per layer for each group."""
+        for _ in range(num_groups):
+            caches = [
+                layer.cache_class(source if layer.is_cross else slots) for layer in self.layers
+            ]
+            self.caches.append(caches)
 
     def receive_buffer(self, rows: ModelInputs) -> Tensor | None:
         """Buffer for the previous chunk's output, [s, b, h]; None for the first chunk, which reads tokens."""

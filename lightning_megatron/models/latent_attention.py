@@ -25,8 +25,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
+from lightning_megatron.engine.ops.key_value_cache import LatentCache
 from lightning_megatron.engine.ops.norms import Norm
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
+from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX
 from lightning_megatron.models.config import LatentAttention
 
 
@@ -105,6 +107,8 @@ class LatentSelfAttention(Attention):
             Hidden states of the same shape, and the bias of the output projection, which is not added.
         """
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
+        if self.core_attention.kv_cache is not None:
+            return self._attend_cached(hidden_states, attention_mask, rotary_pos_emb)
         query, key, value = self.get_query_key_value_tensors(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             attended = checkpoint(self.core_attention, False, query, key, value, attention_mask)
@@ -112,6 +116,53 @@ class LatentSelfAttention(Attention):
             attended = self.core_attention(query, key, value, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
+
+    def _attend_cached(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        angles: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to cached latents, and to those of ``hidden_states``; arguments as for ``forward``.
+
+        One query attends to the latents themselves, as keys and values that all heads share: the matrices that would
+        make keys and values of them are applied to the query and to the output instead (arXiv 2405.04434, section
+        2.1.2). Several queries, those of a prompt, attend to keys and values of each head.
+        """
+        cache = self.core_attention.kv_cache
+        assert isinstance(cache, LatentCache)
+        latent = self.latent
+        widths = (latent.kv_lora_rank, latent.qk_pos_emb_head_dim)
+        query = self._queries(hidden_states, angles)
+        latents, rotated = self._latents(hidden_states, angles)
+        new = torch.cat((latents[:, :, None], rotated), dim=-1)
+        cached = cache.extend(new.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+        if len(query) > 1:
+            of_tokens, rotary_keys = cached.split(widths, dim=-1)
+            key, value = self._expand(of_tokens.squeeze(2), rotary_keys)
+            attended = self.core_attention(query, key, value, attention_mask)
+        else:
+            of_keys, of_values = self._up_projections()
+            plain, rotary = query.split((latent.qk_head_dim, latent.qk_pos_emb_head_dim), dim=-1)
+            absorbed = torch.einsum("sbnd,ndr->sbnr", plain, of_keys)
+            shared_query = torch.cat((absorbed, rotary), dim=-1)
+            shared_value = cached[..., : latent.kv_lora_rank]
+            mixed = self.core_attention(shared_query, cached, shared_value, attention_mask)
+            heads = mixed.unflatten(2, (query.shape[2], -1))
+            attended = torch.einsum("sbnr,nvr->sbnv", heads, of_values).flatten(2)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
+        return output
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """Matrices of this rank's heads that make keys and values of latents: [np/tp, ..., kv_lora_rank] each."""
+        weight = self.linear_kv_up_proj.weight
+        adapter = getattr(self, "linear_kv_up_proj" + ADAPTER_SUFFIX, None)
+        if adapter is not None:
+            weight = (weight.float() + adapter.delta()).to(weight.dtype)
+        heads = weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        widths = (self.latent.qk_head_dim, self.latent.v_head_dim)
+        of_keys, of_values = heads.split(widths, dim=1)
+        return of_keys, of_values
 
     def get_query_key_value_tensors(
         self,

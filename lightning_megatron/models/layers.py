@@ -37,6 +37,7 @@ from typing_extensions import override
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.context import ContextParallelAttention
 from lightning_megatron.engine.ops.experts import GroupedExperts, clamped_swiglu
+from lightning_megatron.engine.ops.key_value_cache import LatentCache
 from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllHeads
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.recompute import RecomputedOutput
@@ -269,6 +270,8 @@ def _core_attention(
         options["alibi"] = "falcon" if model.alibi_scaled else "bloom"
     if model.has_window(layer):
         options["sliding_window"] = model.sliding_window
+    if model.latent_attention is not None:
+        options["cache_class"] = LatentCache
     options["has_sinks"] = model.attention_sinks
     return partial(_attention_class(config), **options)
 

@@ -169,7 +169,7 @@ def check_family(
         lora = None
         hf_model.save_pretrained(directory / "source")
         if adapters:
-            hf_model = _with_adapters(
+            hf_model = with_adapters(
                 copy.deepcopy(hf_model), directory
             )  # peft modifies it, and other tests share it
             lora = str(directory / "adapter")
@@ -214,7 +214,8 @@ def check_family(
         )
 
 
-def _with_adapters(hf_model: Any, directory: Path) -> Any:
+def with_adapters(hf_model: Any, directory: Path) -> Any:
+    """Add ``peft`` adapters to ``hf_model``, of ``directory/source``, and save them to ``directory/adapter``."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)

@@ -43,7 +43,7 @@ LAYOUTS = (
 FEW = ("gpt2", "llama_dynamic", "mistral", "bloom")
 """One model for each kind of positional encoding."""
 EVERY = tuple(MODELS)
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
     # How sequences end does not depend on the family, so a few models suffice.
     (LAYOUTS[0], EVERY, False),

@@ -41,6 +41,7 @@ EVERY = (
     "falcon_40b",
     "falcon_alibi",
     "gemma2",
+    "latent_dense",
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

@@ -86,10 +86,11 @@ class SDPAttention(MegatronModule):
         alibi: AlibiKind | None = None,
         softcap: float | None = None,
         has_sinks: bool = False,
+        cache_class: type[KeyValueCache] = KeyValueCache,
     ) -> None:
-        """Accept the arguments of Megatron's ``Attention`` for its core attention, and four more.
+        """Accept the arguments of Megatron's ``Attention`` for its core attention, and five more.
 
-        The last four are for ``functools.partial`` in a layer's spec.
+        The last five are for ``functools.partial`` in a layer's spec.
 
         Args:
             config: The model's config.
@@ -104,6 +105,7 @@ class SDPAttention(MegatronModule):
             alibi: Variant of the linear biases; None for none.
             softcap: Replaces scores x by softcap * tanh(x / softcap) before the mask; None for no cap.
             has_sinks: Whether each head has a learned score, of no key, in the denominator of its softmax.
+            cache_class: Class of the cache in generation.
 
         Raises:
             ConfigError: If the window is empty.
@@ -116,6 +118,7 @@ class SDPAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.is_cross: bool = attention_type == "cross"
         self.softmax_scale: float | None = softmax_scale
+        self.cache_class = cache_class
         self.kv_cache: KeyValueCache | None = None  # set during generation
         self.sliding_window = sliding_window
         self.alibi: AlibiKind | None = alibi

@@ -1,4 +1,4 @@
-"""Cache of keys and values in generation.
+"""Cache of keys and values, or of latents of them, in generation.
 
 Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) caches one level higher, in
 Attention, with one position for all rows of a batch by which it rotates queries and keys, and refuses virtual
@@ -14,6 +14,7 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_megatron.engine.ops import masks
 from lightning_megatron.engine.ops.masks import Alibi
@@ -62,19 +63,23 @@ class KeyValueCache:
             key: [b, ng, s, hn]; s is 0 if nothing is added to an encoder's output.
             value: [b, ng, s, hn].
         """
+        keys, values = self._write(key, value)
+        return keys, values
+
+    def _write(self, *tensors: Tensor) -> list[Tensor]:
+        """Write the next tokens to a buffer for each tensor, and return views of what a query attends to."""
         if not self._buffers:
             # Not torch.empty: unused slots are multiplied by 0, and NaN would stay NaN.
-            self._buffers = [self._new_buffer(key), self._new_buffer(value)]
+            self._buffers = [self._new_buffer(new) for new in tensors]
         first = self.length
         if self.step is None:
-            self.length += key.shape[2]
-        for buffer, new in zip(self._buffers, (key, value), strict=True):
+            self.length += tensors[0].shape[2]
+        for buffer, new in zip(self._buffers, tensors, strict=True):
             if self.step is None:
                 buffer[:, :, first : self.length] = new
             else:
                 buffer.index_copy_(2, self.step.slot, new)
-        keys, values = self._visible()
-        return keys, values
+        return self._visible()
 
     def _new_buffer(self, new: Tensor) -> Tensor:
         rows, groups, _, width = new.shape
@@ -93,9 +98,34 @@ class KeyValueCache:
             self._buffers = [buffer.index_select(0, rows) for buffer in self._buffers]
 
     def _visible(self) -> list[Tensor]:
-        """Keys and values that a query attends to."""
+        """Parts of the buffers that a query attends to."""
         length = self.length if self.step is None else self.step.num_keys
         return [buffer[:, :, :length] for buffer in self._buffers]
+
+
+class LatentCache(KeyValueCache):
+    """Latents of one layer, of which all its heads make their keys and values; the same on each tensor-parallel rank.
+
+    The layer itself extends it, and gives its core attention keys and values of all tokens.
+    """
+
+    @override
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values, [b, ng, length, ...], which are of all tokens already."""
+        return key, value
+
+    def extend(self, latents: Tensor) -> Tensor:
+        """Append the latents of the next tokens and return a view of all, [b, 1, length, width].
+
+        Args:
+            latents: [b, 1, s, width].
+        """
+        (visible,) = self._write(latents)
+        return visible
 
 
 class TokenStep:

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_MAX_FLASH_WIDTH = 256
+"""Maximum head width of FlashAttention; latents in generation are wider."""
+
 
 def attend_narrow(
     q: Tensor,
@@ -33,6 +36,10 @@ def attend_narrow(
         dropout: Probability of dropping a weight.
         scale: Factor of the scores; None for 1 / sqrt(hn).
     """
+    shape = (*q.shape[:3], v.shape[3])
+    if q.shape[2] == 1:
+        # Heads of a group become queries of one head, so no key is copied.
+        q = q.reshape(len(q), k.shape[1], -1, q.shape[3])
     grouped = q.shape[1] != k.shape[1]
 
     def attend(values: Tensor) -> Tensor:
@@ -46,12 +53,13 @@ def attend_narrow(
             enable_gqa=grouped,
         )
 
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-        return attend(v)
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if not q.is_cuda or not is_half or q.shape[3] > _MAX_FLASH_WIDTH:
+        return attend(v).reshape(shape)
     if can_use_cudnn_attention(SDPAParams(q, k, v, None, dropout, causal, grouped)):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return attend(v)
-    return attend(padded_values(v, q.shape[3]))[..., : v.shape[3]]
+            return attend(v).reshape(shape)
+    return attend(padded_values(v, q.shape[3]))[..., : v.shape[3]].reshape(shape)
 
 
 def padded_values(v: Tensor, width: int) -> Tensor:
