@@ -91,8 +91,9 @@ class MegatronModule(pl.LightningModule):
         model: A Hugging Face config object, a dict of one (with ``model_type``), a path to a ``config.json``, a path to
             a model directory, or the name of a model on the Hugging Face hub, ``org/name`` or ``org/name@revision``.
         train_step: Training objective: ``gpt`` and ``bert`` (that of the ``task``), ``t5``, ``last_word`` (a GPT's
-            accuracy on the last word of each text), ``reward`` (a GPT's pairwise loss of rewards), or your own
-            ``TrainStep``; None for the default of the architecture.
+            accuracy on the last word of each text), ``reward`` (a GPT's pairwise loss of rewards), ``dpo`` (direct
+            preference optimization with its defaults), or your own ``TrainStep``; None for the default of the
+            architecture.
         pretrained: Start from the weights in the directory ``model``; each rank reads only its own shards.
         task: Head of the model, e.g. ``sequence_classification``; None for the one that its config names.
         num_labels: Outputs of a classification head, classes or values; 1 for a reward. None: as in its config.
@@ -121,7 +122,9 @@ class MegatronModule(pl.LightningModule):
     def __init__(  # noqa: D107 (described on the class)
         self,
         model: str | dict[str, Any] | Any,
-        train_step: Literal["gpt", "bert", "t5", "last_word", "reward"] | TrainStep | None = None,
+        train_step: Literal["gpt", "bert", "t5", "last_word", "reward", "dpo"]
+        | TrainStep
+        | None = None,
         pretrained: bool = False,
         task: str | None = None,
         position_embedding_type: Positions | None = None,
@@ -538,7 +541,12 @@ class MegatronModule(pl.LightningModule):
                 weight = int(weight)
         # Lightning reads values for the progress bar from the GPU at every step, even without a bar.
         has_bar = self.trainer.progress_bar_callback is not None
-        values = {"loss": output.loss, **output.terms, **output.expert_metrics}
+        values = {
+            "loss": output.loss,
+            **output.terms,
+            **output.logged,
+            **output.expert_metrics,
+        }
         for name, value in values.items():
             if not on_step:
                 # Sums over an epoch of millions of targets need a higher precision than those of one batch.

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
-from lightning_megatron.engine.objective import Batch, LossFunc, Objective, Output
+from lightning_megatron.engine.objective import (
+    Batch,
+    FrozenPass,
+    LossFunc,
+    LossTerm,
+    Objective,
+    Output,
+)
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.ops.router import LoadBalance
 from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -187,10 +194,19 @@ class Schedule:
         if not forward_only:
             self._denominators = self._global_counts(batch, balance)
         microbatches = _split_rows(batch, num_microbatches)
+        frozen = self._step.frozen_pass(batch)
+        if frozen is not None:
+            self._run_frozen(frozen, microbatches, shape)
         device = next(iter(batch.values())).device
         if not forward_only and self._can_replay(microbatches[0]):
             return self._reduce(self._replay(microbatches), shape, device)
-        reports = self._pipeline(microbatches, shape, forward_only)
+        reports = self._pipeline(
+            self._chunks,
+            self._forward_step,
+            microbatches,
+            shape,
+            forward_only=forward_only,
+        )
         output = self._reduce(reports, shape, device)
         if balance is None:
             return output
@@ -202,24 +218,70 @@ class Schedule:
             shape=replace(shape, expert_counts=load.counts),
         )
 
-    def _pipeline(
+    def _run_frozen(
         self,
+        frozen: FrozenPass,
         microbatches: list[Batch],
         shape: StepShape,
+    ) -> None:
+        """Run the microbatches through a frozen model, and add its results to them on the last stage.
+
+        Raises:
+            ConfigError: With CUDA graphs, which replay the trained model alone.
+        """
+        if self._graphs is not None:
+            raise ConfigError(
+                f"cuda_graphs=True: expected a train step without a frozen model, got {type(self._step).__name__} with "
+                "one; leave cuda_graphs out"
+            )
+        chunks = self._chunks
+        if frozen.chunks is not None:
+            chunks = list(frozen.chunks)
+
+        def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> Any:
+            microbatch = next(data_iterator)
+            progress.tick()
+            output = frozen.forward(microbatch, model)
+
+            def add_results(output: Output) -> tuple[Tensor, int, Tensor]:
+                results = frozen.results(microbatch, output)
+                microbatch.update(results)
+                nothing = next(iter(results.values())).new_zeros(())
+                return nothing, 0, nothing
+
+            return output, add_results
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_evaluated(chunks))
+            if frozen.context is not None:
+                stack.enter_context(frozen.context(chunks))
+            self._pipeline(chunks, forward_step, microbatches, shape, forward_only=True)
+
+    def _pipeline(
+        self,
+        chunks: list[Any],
+        forward_step: Callable[..., Any],
+        microbatches: list[Batch],
+        shape: StepShape,
+        *,
         forward_only: bool,
     ) -> list[Tensor]:
-        """Run the microbatches through Megatron's schedule and return their reports."""
+        """Run the microbatches through chunks in Megatron's schedule and return their reports."""
         is_interleaved = self._topology.parallel.vpp is not None
-        iterators = [iter(microbatches) for _ in self._chunks]
+        iterators = [iter(microbatches) for _ in chunks]
+        linears = self._fp8_linears
+        if chunks is not self._chunks:
+            linears = fp8_linears(chunks)
         with contextlib.ExitStack() as stack:
-            if self._fp8_linears:
-                stack.enter_context(quantized_weights(self._fp8_linears))
+            if linears:
+                stack.enter_context(quantized_weights(linears))
             if self._graphs is not None:
                 stack.enter_context(self._graphs.on_stream())
             reports: list[Tensor] = get_forward_backward_func()(
-                forward_step_func=self._forward_step,
+                forward_step_func=forward_step,
                 data_iterator=iterators if is_interleaved else iterators[0],
-                model=self._chunks if is_interleaved else self._chunks[0],
+                model=chunks if is_interleaved else chunks[0],
                 num_microbatches=shape.num_microbatches,
                 seq_length=shape.seq_length,
                 micro_batch_size=shape.micro_batch_size * shape.sequences_per_row,
@@ -318,13 +380,13 @@ class Schedule:
         losses = []
         for name in self._step.loss_terms:
             loss, targets = terms[name]
-            targets = targets.detach().float()
-            reports.append(torch.stack((loss.detach().float(), targets)))
+            reports.append(_report(terms[name]))
             if self._denominators is None:
-                self._targets_seen.append(targets)
+                self._targets_seen.append(targets.detach().float())
             else:
                 loss = loss / self._denominators[name]
             losses.append(loss)
+        reports += [_report(terms[name]) for name in self._step.logged_terms]
         return torch.stack(losses).sum(), 0, torch.stack(reports)
 
     def _reduce(
@@ -334,7 +396,8 @@ class Schedule:
         device: torch.device,
     ) -> StepOutput:
         """Sum each term's [sum, count] over microbatches and dp, and broadcast them from the last stage."""
-        names = self._step.loss_terms
+        losses = len(self._step.loss_terms)
+        names = self._step.loss_terms + self._step.logged_terms
         topology = self._topology
         total = torch.zeros(len(names), 2, device=device)
         per_microbatch = total[:0, None]
@@ -347,18 +410,20 @@ class Schedule:
         sums, targets = total.unbind(1)
         counts = targets.clamp(min=1.0)
         means = sums / counts
-        loss = means.sum()
+        loss = means[:losses].sum()
         if self._denominators is not None:
             # The gradients' own counts: a mismatch makes the loss, and so the norm, NaN.
             expected = torch.stack([*self._denominators.values()])
-            agree = torch.isclose(counts, expected, rtol=1e-3).all()
+            agree = torch.isclose(counts[:losses], expected, rtol=1e-3).all()
             loss = loss.masked_fill(~agree, math.nan)
+        values = dict(zip(names, means.unbind(), strict=True))
         return StepOutput(
             loss=loss,
-            terms=dict(zip(names, means.unbind(), strict=True)),
+            terms={name: values[name] for name in self._step.loss_terms},
             num_targets=dict(zip(names, targets.unbind(), strict=True)),
+            logged={name: values[name] for name in self._step.logged_terms},
             shape=shape,
-            microbatch_losses=per_microbatch[..., 0].sum(1),
+            microbatch_losses=per_microbatch[:, :losses, 0].sum(1),
         )
 
     def _finalize_gradients(
@@ -399,6 +464,34 @@ def _uneven_batch(rows: int, num_microbatches: int) -> str:
         f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches} of equal size; give the "
         f"DataLoader a batch_size that is a multiple of {num_microbatches}, or choose num_microbatches from {choices}"
     )
+
+
+def _report(term: LossTerm) -> Tensor:
+    """[2], fp32: a term's sum and its number of targets."""
+    return torch.stack((term.sum.detach().float(), term.targets.detach().float()))
+
+
+@contextlib.contextmanager
+def _evaluated(chunks: list[Any]) -> Iterator[None]:
+    """Within the context, chunks are in evaluation mode, and Megatron's schedule leaves gradient reductions alone.
+
+    megatron-core 0.16.1, pipeline_parallel/schedules.py: a forward pass alone enters ``no_sync_func`` and never leaves.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    modes = [module.training for module in modules]
+    configs = [unwrap(chunk).config for chunk in chunks]
+    hooks = [config.no_sync_func for config in configs]
+    for module in modules:
+        module.training = False
+    for config in configs:
+        config.no_sync_func = None
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for config, hook in zip(configs, hooks, strict=True):
+            config.no_sync_func = hook
 
 
 def _split_rows(batch: Batch, count: int) -> list[Batch]:

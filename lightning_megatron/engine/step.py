@@ -50,6 +50,8 @@ class StepOutput:
     """[], fp32 each: the mean of each term over the targets of the global batch."""
     num_targets: Mapping[str, Tensor]
     """[], fp32 each: the number of these targets."""
+    logged: Mapping[str, Tensor] = field(default_factory=dict)
+    """[], fp32 each: means of values that are logged beside the terms, and are not part of the loss."""
     shape: StepShape
     microbatch_losses: Tensor
     """[num_microbatches], fp32: summed losses of each microbatch of this rank; empty before the last stage."""

@@ -94,6 +94,8 @@ class Adapter(torch.nn.Module):
         is_split = linear.config.sequence_parallel and linear.tp_group.size() > 1
         for weight in full:
             weight.sequence_parallel = is_split  # type: ignore[attr-defined]
+        self.is_off = False
+        """Whether the base alone computes, as within ``adapters_off``."""
         self.owners: Tensor | None
         self.register_buffer("owners", None, persistent=False)
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
@@ -110,6 +112,8 @@ class Adapter(torch.nn.Module):
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Any],
     ) -> tuple[Tensor, Any]:
+        if self.is_off:
+            return output
         # Called as a module: with overlapped parameter all-gathers, module hooks wait for the parameters.
         return self(inputs[0], output[0]), output[1]
 
@@ -224,6 +228,21 @@ def freeze_base(chunk: torch.nn.Module) -> None:
     """Freeze all weights but adapters."""
     for name, weight in chunk.named_parameters():
         weight.requires_grad_(is_adapter(name))
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within the context, the model computes without its adapters."""
+    adapters = [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)
+    ]
+    for adapter in adapters:
+        adapter.is_off = True
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_off = False
 
 
 @contextlib.contextmanager

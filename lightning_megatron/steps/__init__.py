@@ -11,12 +11,14 @@ from lightning_megatron.models.config import CLASSIFICATION
 from lightning_megatron.steps.base import TrainStep
 from lightning_megatron.steps.bert import BertTrainStep
 from lightning_megatron.steps.classification import ClassificationTrainStep
+from lightning_megatron.steps.dpo import DPOTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep, LastWordTrainStep
 from lightning_megatron.steps.reward import RewardTrainStep
 from lightning_megatron.steps.t5 import T5TrainStep
 
 _STEPS: dict[str, type[TrainStep]] = {
     "bert": BertTrainStep,
+    "dpo": DPOTrainStep,
     "gpt": GPTTrainStep,
     "last_word": LastWordTrainStep,
     "reward": RewardTrainStep,

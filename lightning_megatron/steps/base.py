@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Output
+from lightning_megatron.engine.objective import Batch, FrozenPass, LossFunc, LossTerm, Output
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Architecture, ModelConfig
 from lightning_megatron.steps.metrics import Perplexity
@@ -53,12 +53,14 @@ class TrainStep(ABC):
 
     Attributes:
         loss_terms: Names of the terms that ``loss_func`` returns; the training loss is the sum of their means.
+        logged_terms: Names of further terms that it returns, whose means are logged and not part of the loss.
         sequences_per_row: Number of sequences that the model reads for each row of a prepared batch, in
             ``forward_step``; more than 1 if a row is a pair or a group.
         model: Config of the trained model, set by ``bind``.
     """
 
     loss_terms: ClassVar[tuple[str, ...]]
+    logged_terms: ClassVar[tuple[str, ...]] = ()
     sequences_per_row: ClassVar[int] = 1
 
     def bind(self, model: ModelConfig) -> None:
@@ -113,6 +115,11 @@ class TrainStep(ABC):
         It must equal the sum of the counts that ``loss_func`` returns for the microbatches. Steps with several terms
         must return it; a step with one term may return None, which costs one more pass over the gradients.
         """
+        return None
+
+    def frozen_pass(self, batch: Batch) -> FrozenPass | None:
+        """Return the forward pass of a frozen model that a prepared batch needs before the step; None for none."""
+        del batch
         return None
 
     def get_batch(self, data_iterator: Iterator[Batch]) -> Batch:

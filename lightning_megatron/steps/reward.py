@@ -17,10 +17,11 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base, batch_checks
 from lightning_megatron.steps.base import MaskedLossStep
 from lightning_megatron.steps.metrics import WeightedMean
+from lightning_megatron.steps.pairs import ANSWERS, stack_pairs
 
-_TOKENS = ("chosen_input_ids", "rejected_input_ids")
+_TOKENS = tuple(f"{answer}_input_ids" for answer in ANSWERS)
 """Keys of both sequences of a pair, in the order of the prepared batch."""
-_MASKS = ("chosen_attention_mask", "rejected_attention_mask")
+_MASKS = tuple(f"{answer}_attention_mask" for answer in ANSWERS)
 
 
 class RewardTrainStep(MaskedLossStep):
@@ -111,11 +112,11 @@ class RewardTrainStep(MaskedLossStep):
         for name, ids in zip(_MASKS, tokens, strict=True):
             mask = batch.get(name, torch.ones_like(ids))
             masks.append(mask.long())
-        prepared = {"tokens": _stack_padded(tokens)}
+        prepared = {"tokens": stack_pairs(tokens)}
         has_masks = any(name in batch for name in _MASKS)
         has_one_length = tokens[0].shape == tokens[1].shape
         if has_masks or not has_one_length:
-            prepared["attention_mask"] = _stack_padded(masks)
+            prepared["attention_mask"] = stack_pairs(masks)
         pairs = torch.ones(len(tokens[0]), device=tokens[0].device)
         prepared["loss_mask"] = base.target_weights(pairs, batch)
         return prepared
@@ -172,13 +173,6 @@ class RewardTrainStep(MaskedLossStep):
         margins = _margins(output)
         metrics["accuracy"].update(margins > 0, batch["loss_mask"])
         metrics["margin"].update(margins, batch["loss_mask"])
-
-
-def _stack_padded(sequences: list[Tensor]) -> Tensor:
-    """Stack the sequences of each pair, [b, 2, s], with zeros on the right of shorter ones."""
-    longest = max(rows.shape[1] for rows in sequences)
-    padded = [F.pad(rows, (0, longest - rows.shape[1])) for rows in sequences]
-    return torch.stack(padded, dim=1)
 
 
 def _margins(rewards: Tensor) -> Tensor:
