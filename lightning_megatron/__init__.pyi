@@ -16,6 +16,9 @@ from lightning_megatron.datamodules.indexed import IndexedDataModule as IndexedD
 from lightning_megatron.datamodules.instructions import (
     InstructionDataModule as InstructionDataModule,
 )
+from lightning_megatron.datamodules.preferences import (
+    PreferenceDataModule as PreferenceDataModule,
+)
 from lightning_megatron.datamodules.text_evaluation import (
     TextEvaluationDataModule as TextEvaluationDataModule,
 )
@@ -40,6 +43,7 @@ from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
 from lightning_megatron.steps.classification import (
     ClassificationTrainStep as ClassificationTrainStep,
 )
+from lightning_megatron.steps.dpo import DPOTrainStep as DPOTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
 from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep
 from lightning_megatron.steps.reward import RewardTrainStep as RewardTrainStep

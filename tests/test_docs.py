@@ -45,6 +45,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
     GENERATION,
     OPTIONS,
     PLANNER,
+    PREFERENCES,
     SEVERAL_HOSTS,
 ) = (
     f"docs/{name}.md"
@@ -57,6 +58,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
         "generation",
         "options",
         "planner",
+        "preferences",
         "several_hosts",
     )
 )
@@ -70,6 +72,7 @@ BLOCKS = {
     FROM_FSDP: ["python"],
     FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
+    PREFERENCES: ["python"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python"],
     "docs/which_layout.md": ["bash"],  # likewise
@@ -453,6 +456,16 @@ def test_fsdp_page_trains_and_exports(reader: Path) -> None:
     }
     _run_python(reader, FROM_FSDP, 0, 4, quiet, "trainer.global_step == 2")
     assert (reader / "tuned/model.safetensors").exists()
+
+
+def test_preferences_page_trains(reader: Path) -> None:
+    shutil.copy(ROOT / "examples/preferences.jsonl", reader)
+    quiet = {
+        "strategy, max_steps=2)": "strategy, max_steps=2, logger=False, enable_progress_bar=False)"
+    }
+    check = "float(trainer.callback_metrics['train_accuracy']) in (0, 0.5, 1)"
+    _run_python(reader, PREFERENCES, 0, 2, quiet, check)
+    assert len(list((reader / "reference_logps").glob("*/depends_on.json"))) == 2
 
 
 def test_foreign_names_cover_every_accelerate_option() -> None:

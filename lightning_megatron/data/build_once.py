@@ -28,6 +28,7 @@ def build_once(
     folder: str,
     write: Callable[[str], str],
     subject: str,
+    option: str = "index_cache",
 ) -> str:
     """Build ``folder`` unless it exists, in one of the processes that need it, and return its fingerprint.
 
@@ -39,6 +40,7 @@ def build_once(
         folder: Absolute path; its name identifies its content.
         write: Fills an empty directory, and returns a fingerprint that is equal for equal orders of equal documents.
         subject: What is indexed, for messages.
+        option: Option that names another place for ``folder``, for messages.
 
     Raises:
         DataError: If the directory cannot be written.
@@ -80,8 +82,13 @@ def build_once(
             return fingerprint
     except OSError as error:
         raise DataError(
-            f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set index_cache"
+            f"the index of {subject} cannot be written to {folder} ({error.strerror or error}); set {option}"
         ) from error
+
+
+def is_built(folder: str) -> bool:
+    """Whether ``folder`` is there, complete and undamaged."""
+    return _read_fingerprint(Path(folder)) is not None
 
 
 def _read_fingerprint(folder: Path) -> str | None:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -64,6 +65,38 @@ class Instructions(SavedArrays):
         )
 
 
+class SampleArrays:
+    """Tokenized samples that are appended one by one.
+
+    Byte arrays grow in place; a list of a million small arrays would take more memory than their content.
+    """
+
+    def __init__(self) -> None:
+        """Begin without samples."""
+        self._tokens = bytearray()
+        self._is_answer = bytearray()
+        self._lengths = array("q")
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._lengths)
+
+    def append(self, tokens: NDArray[np.int32], is_answer: NDArray[np.bool_]) -> None:
+        """Append a sample."""
+        self._tokens += tokens.tobytes()
+        self._is_answer += is_answer.tobytes()
+        self._lengths.append(len(tokens))
+
+    def instructions(self, padding_token: int) -> Instructions:
+        """All samples."""
+        return Instructions(
+            tokens=np.frombuffer(self._tokens, dtype=np.int32),
+            is_answer=np.frombuffer(self._is_answer, dtype=np.bool_),
+            starts=np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
+            padding_token=np.array(padding_token),
+        )
+
+
 def check_instructions(options: InstructionOptions) -> None:
     """Check files, tokenizer and the first records, without reading the rest.
 
@@ -85,10 +118,7 @@ def read_instructions(options: InstructionOptions) -> Instructions:
     reader = RecordTokenizer(options)
     files = record_files(options.path)
     limit = options.seq_length
-    # Byte arrays grow in place; a list of a million small arrays would take more memory than their content.
-    tokens = bytearray()
-    is_answer = bytearray()
-    lengths = array("q")
+    arrays = SampleArrays()
     num_truncated = 0
     num_skipped = 0
     # No progress bar for files that are read within three seconds.
@@ -98,10 +128,8 @@ def read_instructions(options: InstructionOptions) -> Instructions:
             if not learned[:limit].any():
                 num_skipped += 1
                 continue
-            tokens += ids[:limit].tobytes()
-            is_answer += learned[:limit].tobytes()
-            lengths.append(min(limit, len(ids)))
-    if not lengths:
+            arrays.append(ids[:limit], learned[:limit])
+    if not len(arrays):
         raise DataError(
             f"seq_length={limit} leaves nothing of the answers of the {num_skipped} samples of {options.path}; raise"
             " it, or give others"
@@ -111,18 +139,13 @@ def read_instructions(options: InstructionOptions) -> Instructions:
             "%d of %d samples of %s have more than seq_length=%d tokens: %d lost their end, and %d are left out, as"
             " nothing of their answers was left. Raise seq_length to keep them whole.",
             num_truncated,
-            len(lengths) + num_skipped,
+            len(arrays) + num_skipped,
             options.path,
             limit,
             num_truncated - num_skipped,
             num_skipped,
         )
-    return Instructions(
-        tokens=np.frombuffer(tokens, dtype=np.int32),
-        is_answer=np.frombuffer(is_answer, dtype=np.bool_),
-        starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-        padding_token=np.array(reader.padding_token),
-    )
+    return arrays.instructions(reader.padding_token)
 
 
 _FORMAT_VERSION = 1
@@ -139,8 +162,28 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
     Raises:
         DataError: As ``read_instructions``; if the directory cannot be written.
     """
+    return cached_samples("instructions", read_instructions, options, index_cache)
+
+
+def cached_samples(
+    kind: str,
+    read: Callable[[InstructionOptions], Instructions],
+    options: InstructionOptions,
+    index_cache: str | None,
+) -> Instructions:
+    """All samples that ``read`` makes of files, which it reads once; then memory-mapped.
+
+    Args:
+        kind: What the samples are, for the name of the directory.
+        read: Reads and tokenizes.
+        options: Settings of the samples.
+        index_cache: Directory of the cache; None to keep the samples in memory.
+
+    Raises:
+        DataError: As ``read``; if the directory cannot be written.
+    """
     if index_cache is None:
-        return read_instructions(options)
+        return read(options)
     tokenizer = load_tokenizer(options.tokenizer)
     files = []
     for file in record_files(options.path):
@@ -161,11 +204,11 @@ def cached_instructions(options: InstructionOptions, index_cache: str | None) ->
         (backend, tokenizer.chat_template),
         sorted((name, str(token)) for name, token in special.items()),
     )
-    name = f"instructions-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
+    name = f"{kind}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"
     folder = os.path.join(os.path.abspath(index_cache), name)
 
     def write(staging: str) -> str:
-        read_instructions(options).save(staging)
+        read(options).save(staging)
         return "as tokenized"
 
     build_once(folder, write, options.path)

@@ -8,6 +8,7 @@ from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.datamodules.dataset import DatasetDataModule
 from lightning_megatron.datamodules.indexed import IndexedDataModule
 from lightning_megatron.datamodules.instructions import InstructionDataModule
+from lightning_megatron.datamodules.preferences import PreferenceDataModule
 from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "IndexedDataModule",
     "InstructionDataModule",
     "MegatronDataModule",
+    "PreferenceDataModule",
     "TextEvaluationDataModule",
 ]

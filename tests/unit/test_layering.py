@@ -57,6 +57,7 @@ MANY_PARAMETERS = {
     "MegatronModule.__init__",  # likewise
     "IndexedDataModule.__init__",  # likewise
     "InstructionDataModule.__init__",  # likewise
+    "PreferenceDataModule.__init__",  # likewise
     "DatasetDataModule.__init__",  # likewise
     "TextEvaluationDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core prescribes the signature

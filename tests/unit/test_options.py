@@ -22,6 +22,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "IndexedDataModule": {"data_path": "x"},
     "LoadFrom": {"path": "x"},
     "MegatronModule": {"model": _GPT2},
+    "PreferenceDataModule": {"data_path": "x", "tokenizer": "x"},
     "SampleText": {"tokenizer": "x", "prompts": "x"},
     "TextEvaluationDataModule": {"data_path": "x", "tokenizer": "x"},
 }

@@ -71,7 +71,12 @@ def test_strategy_names_cover_every_layout() -> None:
 
 # ---- former homes of public names -----------------------------------------------------------------------------------
 
-ADDED = {"ClassificationTrainStep", "RewardTrainStep"}
+ADDED = {
+    "ClassificationTrainStep",
+    "DPOTrainStep",
+    "PreferenceDataModule",
+    "RewardTrainStep",
+}
 """Public names that the first layout did not have."""
 FORMER_PATHS = [(module, name) for module, names in FORMER_HOMES.items() for name in names]
 
