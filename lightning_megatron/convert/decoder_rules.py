@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -63,8 +64,14 @@ class DecoderNames:
     """Gate, up and down of each expert."""
     stacked_experts: StackedExperts | None = None
     """Tensors of all experts of a layer; None for tensors of each."""
+    selection_bias: str = "gate.e_score_correction_bias"
+    """Bias by which experts are selected, in the module of the mixture."""
+    selection_bias_axes: int = 1
+    """Axes of its tensor: [experts], or [1, experts] for 2."""
     shared_expert: str = "shared_expert"
     """Module of the shared expert, in that of the mixture."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Modules with other names in transformers than on the hub, besides those of experts, and their names there."""
     output: str = "lm_head"
     """Output layer in files; transformers 5 renames it to lm_head when reading them."""
     is_transposed: bool = False
@@ -285,7 +292,8 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
     if experts.has_selection_bias:
         bias = Rule(
             megatron=mlp + "router.expert_bias",
-            hugging_face=(f"{block}.gate.e_score_correction_bias",),
+            hugging_face=(f"{block}.{names.selection_bias}",),
+            stored_shape=_row_shape(experts.num_experts, names.selection_bias_axes),
         )
         rules.append(bias)
     width = experts.shared_ffn_hidden_size
@@ -301,6 +309,13 @@ def _expert_rules(names: DecoderNames, model: ModelConfig) -> list[Rule]:
         )
         rules.append(gate_weight)
     return rules
+
+
+def _row_shape(size: int, axes: int) -> tuple[int, ...] | None:
+    """``Rule.stored_shape`` of a vector that is stored with this number of axes."""
+    if axes == 1:
+        return None
+    return (*(1,) * (axes - 1), size)
 
 
 def _rules_of_each_expert(names: DecoderNames, experts: Experts, block: str) -> list[Rule]:

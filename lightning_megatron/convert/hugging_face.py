@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.convert.expert_files import with_separate_experts
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.mxfp4 import UnpackedFiles
 from lightning_megatron.convert.registry import (
@@ -93,6 +94,8 @@ class HuggingFaceSource(Source):
         first, *_ = family.classes.values()
         hf_class = getattr(transformers, family.classes.get(model.task, first))
         tied = None if model.task in family.heads else hf_class._tied_weights_keys
+        self._files = with_separate_experts(self._files, model)
+        stored = self._files.tensors
         self._rules = {rule.megatron: rule for rule in rules_of(model)}
         keys: dict[str, Key] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -103,12 +106,12 @@ class HuggingFaceSource(Source):
             keys |= dict.fromkeys(tensors, key)
             shapes |= tensors
 
-        actual = _stored_names(self.stored, keys, family)
+        actual = _stored_names(stored, keys, family)
         ties = _resolve_ties(actual, keys, tied or {}, family)
         self._stored_name = {name: actual[name] for name in keys if name in actual}
         found = {}
         for name, in_file in self._stored_name.items():
-            found[name] = self.stored[in_file]
+            found[name] = stored[in_file]
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
         unexpected: dict[str, Stored] = {}
         of_other_heads: list[str] = []
@@ -120,7 +123,7 @@ class HuggingFaceSource(Source):
             if module in (*_HEADS, family.names.output) or ".pooler." in name:
                 of_other_heads.append(in_file)
             else:
-                unexpected[in_file] = self.stored[in_file]
+                unexpected[in_file] = stored[in_file]
         new = self._new_head_tensors(model, family, keys)
         required = {name: shape for name, shape in shapes.items() if name not in new}
         self.check(model, found | unexpected, required)
@@ -203,8 +206,7 @@ class HuggingFaceSource(Source):
     ) -> Tensor:
         """Some rows of a tensor of the files, and the columns of ``region``, in Megatron's orientation."""
         if rule.stored_shape is not None:
-            whole = self._files.read(name, (slice(None),) * len(rule.stored_shape))
-            return whole.reshape(-1)[rows]
+            return self._files.read(name, (slice(None),)).reshape(-1)[rows]
         columns = region.slices[1:]
         first = int(rows.min())
         span = slice(first, int(rows.max()) + 1)
@@ -366,7 +368,7 @@ def files_of_tensors(
     Raises:
         CheckpointError: If the files are missing or damaged.
     """
-    files = UnpackedFiles(open_weights(directory))
+    files = with_separate_experts(UnpackedFiles(open_weights(directory)), model)
     stored_names = _stored_names(files.tensors, names, family_of(model.family))
     found: dict[str, tuple[str, bool]] = {}
     for name in names:

@@ -56,6 +56,7 @@ _LEGACY_KEYS = {
         "seq_aux",
         "topk_method",
     },
+    "ernie4_5_moe": {"head_dim"},
     "gpt_oss": {"experts_per_token", "initial_context_length"},
 }
 """Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""

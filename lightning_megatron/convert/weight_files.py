@@ -55,10 +55,15 @@ class WeightFiles:
     ) -> Tensor:
         """Read a slice of a tensor; may be a view of the mapped file, so copy before keeping it.
 
+        Args:
+            name: Name of the tensor.
+            box: Slice of each axis; axes without one are read in full, and further ones, of a scalar, are ignored.
+
         Raises:
             CheckpointError: If the file cannot be read or is truncated.
         """
         stored = self.tensors[name]
+        box = box[: len(stored.shape)]
         if isinstance(stored.location, Tensor):
             return stored.location[box]
         file: Path = stored.location

@@ -120,7 +120,7 @@ def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> No
 
 
 def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) -> None:
-    """Check a user's ``moe_*`` overrides; a sigmoid router needs an expert bias, by which checkpoints identify it."""
+    """Check a user's ``moe_*`` overrides; a sigmoid set by them needs an expert bias, by which checkpoints know it."""
     for name in overrides:
         if name.startswith("moe_") and model.experts is None:
             raise ConfigError(
@@ -128,7 +128,8 @@ def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) ->
             )
     function = "moe_router_score_function"
     bias = "moe_router_enable_expert_bias"
-    if model.experts is not None and model.experts.score_function == "sigmoid":
+    experts = model.experts
+    if experts is not None and (experts.score_function == "sigmoid" or experts.has_selection_bias):
         for name in (function, bias):
             if name in overrides:
                 raise ConfigError(

@@ -116,6 +116,8 @@ class Experts:
     """Factor of the top-k probabilities, after their normalization."""
     normalizes_topk: bool = True
     """Whether a token's top-k probabilities are divided by their sum."""
+    min_topk_sum: float = 0.0
+    """Smallest divisor in that normalization (ERNIE 4.5)."""
     add_bias: bool = False
     """Whether the router and both linears of each expert have biases (gpt-oss)."""
     swiglu_limit: float | None = None

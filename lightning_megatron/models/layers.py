@@ -154,10 +154,16 @@ def _experts(model: ModelConfig) -> ModuleSpec:
             alpha=experts.swiglu_alpha,
             limit=experts.swiglu_limit,
         )
+    router = partial(
+        Router,
+        has_bias=experts.add_bias,
+        has_selection_bias=experts.has_selection_bias,
+        min_topk_sum=experts.min_topk_sum,
+    )
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=partial(Router, has_bias=experts.add_bias),
+            router=router,
             experts=ModuleSpec(
                 module=GroupedExperts,
                 params={"has_biases": experts.add_bias, "activation": activation},

@@ -168,7 +168,9 @@ def _experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": experts.shared_ffn_hidden_size > 0 and experts.has_shared_gate,
         "moe_router_score_function": experts.score_function,
-        "moe_router_enable_expert_bias": experts.has_selection_bias,
+        # Megatron refuses it with a softmax, whose router here has its bias nevertheless.
+        "moe_router_enable_expert_bias": experts.has_selection_bias
+        and experts.score_function == "sigmoid",
         "moe_router_topk_scaling_factor": experts.scaling_factor,
         "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
         "moe_router_group_topk": experts.topk_groups if experts.num_groups > 1 else None,

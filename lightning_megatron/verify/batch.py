@@ -155,7 +155,8 @@ def sampled(name: str, tensor: torch.Tensor, samples: int) -> torch.Tensor:
     positions = sampled_positions(name, flat.numel(), samples)
     if positions is not None:
         flat = flat[positions.to(flat.device)]
-    return flat.float().cpu()
+    # A copy: the next step overwrites the gradient.
+    return flat.to("cpu", torch.float32, copy=True)
 
 
 def sampled_positions(name: str, count: int, samples: int) -> torch.Tensor | None:

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.convert.expert_files import with_separate_experts
 from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.source import Stored
+from lightning_megatron.convert.weight_files import WeightFiles
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.verify.batch import (
@@ -25,6 +28,8 @@ from lightning_megatron.verify.source import hugging_face_class, open_directory
 
 EXACT_RESULT = "exact.pt"
 """File with the result of transformers in fp32, where the job is in another dtype."""
+_SELECTION_BIAS = "e_score_correction_bias"
+"""End of the names of biases that balance experts, which no loss trains; in ERNIE 4.5 they are parameters."""
 _LOGITS = ("logits", "prediction_logits")
 
 
@@ -131,10 +136,18 @@ def _collect_gradients(job: Job, model: ModelConfig, reference: Any, result: Res
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in reference.named_parameters()
+        if not name.endswith(_SELECTION_BIAS)
     }
     base = family_of(model.family).names.base
     # transformers computes with other tensors than it saves: all experts of a layer are one, some have other names.
-    for name, gradient in revert_weight_conversion(reference, gradients).items():
+    # It does not revert what it did not have to convert.
+    stored = {
+        name: Stored(tuple(gradient.shape), gradient.dtype, gradient)
+        for name, gradient in revert_weight_conversion(reference, gradients).items()
+    }
+    files = with_separate_experts(WeightFiles(stored), model)
+    for name in files.tensors:
+        gradient = files.read(name, (slice(None),))
         full_name = name
         if base + name in gradients:  # reverted to a file without the prefix of the base model
             full_name = base + name

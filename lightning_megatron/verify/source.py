@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.convert.expert_files import with_separate_experts
 from lightning_megatron.convert.formats import find_source, join_names, open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.mxfp4 import UnpackedFiles
@@ -86,7 +87,8 @@ def round_trip(
     total = len(gatherer.contents())
     comparison = None
     if dist.get_rank() == 0:
-        comparison = _Comparison(UnpackedFiles(open_weights(directory)), model, result)
+        files = with_separate_experts(UnpackedFiles(open_weights(directory)), model)
+        comparison = _Comparison(files, model, result)
     for done, (name, tensor) in enumerate(gatherer.tensors(), 1):
         if comparison is not None and tensor is not None:
             comparison.compare(name, tensor)

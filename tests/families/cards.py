@@ -40,6 +40,7 @@ ELSEWHERE = {
     "glm4_moe",
     "gpt_oss",
     "deepseek_v3",
+    "ernie4_5_moe",
 }
 """Families with experts, compared in tests/families/test_experts.py."""
 _WORDS: dict[str, str] = {

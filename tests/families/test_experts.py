@@ -1,16 +1,23 @@
 """Mixtures of experts equal Hugging Face: logits, loss with the auxiliary loss, gradients and saved weights."""
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_megatron.convert.registry import differences, model_config
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.engine.overrides import Overrides
+from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.models.checks import check_model
 from lightning_megatron.models.config import with_variant
+from tests.convert.directories import converted
 from tests.families.parity import check_family, padded_sentences, pretrained_module, tiny_model
 from tests.families.test_gpts import LIKE_LLAMA
 from tests.models import VOCAB_SIZE
@@ -60,6 +67,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 10,
             "rope_parameters": _LATENT_YARN,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            **LIKE_LLAMA,
+            "head_dim": 12,
+            "moe_k": 3,
+            "moe_num_experts": 8,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
         },
     ),
     "gpt_oss": (
@@ -167,6 +188,8 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("deepseek_v3", {"attention_bias": True}, Layout()),
     ("deepseek_v3", {}, FOUR_RANKS),
     ("deepseek_v3", _MOONLIGHT, Layout(ep=2, cp=2)),
+    ("ernie4_5_moe", {}, FOUR_RANKS),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_norm_min": 0.6}, Layout(ep=2, cp=2)),
     ("gpt_oss", {}, Layout()),
     ("gpt_oss", {}, FOUR_RANKS),
     ("gpt_oss", {}, Layout(ep=2, cp=2)),
@@ -210,6 +233,10 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         {**_MOONLIGHT, "attention_bias": True},
         Layout(ep=2, tp=2, sequence_parallel=True),
     ),
+    ("ernie4_5_moe", {}, Layout()),
+    ("ernie4_5_moe", {"tie_word_embeddings": False}, Layout(tp=2, sequence_parallel=True)),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0}, Layout(ep=2, dp=2, recompute="selective")),
+    ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, INTERLEAVED),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(tp=2, sequence_parallel=True, recompute="full")),
     ("gpt_oss", {}, Layout(ep=2, dp=2, recompute="selective")),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(cp=2)),  # keys are gathered
@@ -265,6 +292,75 @@ def test_adapters_of_latent_attention_equal_peft(changes: dict[str, Any], layout
     check_family(model, layout, padded_sentences(), adapters=True)
 
 
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _export_all(folder: str, families: list[str]) -> None:
+    layout = Layout(ep=2, dp=2)
+    for family in families:
+        module = pretrained_module(f"{folder}/{family}/in_one_tensor")
+        loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=2)  # type: ignore[arg-type]
+        trainer_of(Case(layout=layout)).validate(module, loader, verbose=False)
+        module.save_pretrained(f"{folder}/{family}/exported")
+
+
+def test_experts_in_one_tensor_are_read_and_saved_as_on_the_hub(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model = mixture(family)
+        model.save_pretrained(tmp_path / family / "in_one_tensor", save_original_format=False)
+        model.save_pretrained(tmp_path / family / "on_the_hub")
+    run_ranks(_export_all, 2, str(tmp_path), list(FAMILIES))
+    for family in FAMILIES:
+        stacked, expected, exported = (
+            load_file(tmp_path / family / name / "model.safetensors")
+            for name in ("in_one_tensor", "on_the_hub", "exported")
+        )
+        assert any(name.endswith("mlp.experts.gate_up_proj") for name in stacked), family
+        assert exported.keys() == expected.keys(), family
+        for name, tensor in expected.items():
+            assert exported[name].equal(tensor), f"{family} {name}"
+
+
+def _stacked_files(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    model = mixture("mixtral")
+    model.save_pretrained(folder, save_original_format=False)
+    return folder / "model.safetensors", load_file(folder / "model.safetensors")
+
+
+_GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor[:, :-1], "'model.layers.0.mlp.experts.gate_up_proj' is not part"),
+        (lambda tensor: tensor[:-1], "'model.layers.0.mlp.experts.gate_up_proj' is not part"),
+        (
+            lambda tensor: tensor[:, :, :-1],
+            r"experts.3.w3.weight' has the shape \[48, 31\], not \[48, 32\]",
+        ),
+    ],
+    ids=["odd rows", "fewer experts", "fewer columns"],
+)
+def test_experts_of_another_shape_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    file, tensors = _stacked_files(tmp_path / "hf")
+    tensors[_GATE_UP] = change(tensors[_GATE_UP]).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        converted(tmp_path / "hf", tmp_path / "kept", to="megatron")
+
+
+def test_files_with_both_forms_of_experts_are_refused(tmp_path: Path) -> None:
+    file, tensors = _stacked_files(tmp_path / "hf")
+    gate = tensors[_GATE_UP][0, :48].clone()
+    tensors["model.layers.0.block_sparse_moe.experts.0.w1.weight"] = gate
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="gate_up_proj' is not part of the model"):
+        converted(tmp_path / "hf", tmp_path / "kept", to="megatron")
+
+
 def _loss_with_a_bias(directory: str) -> float:
     bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
     case = Case(layout=Layout(transformer_config_overrides=bias))
@@ -291,6 +387,18 @@ def test_unsupported_values_of_gpt_oss_are_refused() -> None:
             model_config({**fields, **changes})
     with pytest.raises(ConfigError, match="position_embedding_type='alibi': expected 'rotary'"):
         with_variant(model_config(fields), "alibi", None)
+
+
+def test_selection_bias_of_a_config_is_not_overridden() -> None:
+    model = model_config({"model_type": "ernie4_5_moe", "num_hidden_layers": 2})
+    settings = EngineSettings(
+        parallel=ParallelConfig(),
+        params_dtype=torch.float32,
+        device=torch.device("cpu"),
+        overrides=Overrides(transformer={"moe_router_enable_expert_bias": True}),
+    )
+    with pytest.raises(ConfigError, match="is given by the ernie4_5_moe config"):
+        check_model(model, settings)
 
 
 def test_model_of_older_checkpoint_has_fewer_fields_of_experts() -> None:

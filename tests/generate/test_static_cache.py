@@ -116,6 +116,7 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
         "glm4_moe",
         "deepseek_v3",
         "gpt_oss",
+        "ernie4_5_moe",
     )
     assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
         dynamic

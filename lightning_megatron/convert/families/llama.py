@@ -25,6 +25,7 @@ many small experts, whose top-k probabilities are not normalized, and a shared e
 2025, arXiv 2508.06471): the router of DeepSeek-V3 (arXiv 2412.19437), sigmoids with a bias and groups, leading dense
 layers, and shared experts without a gate. DeepSeek-V3 itself, Moonlight and Kimi K2 (Moonshot AI 2025, arXiv
 2507.20534) also have its latent attention. Layers of multi-token prediction are left out, as in transformers.
+ERNIE 4.5 (Baidu 2025): a softmax router with a selection bias, shared experts without a gate, dense layers.
 gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks in attention, windows in every other layer, biases everywhere, a softmax
 over the chosen logits of the router, and clamped SwiGLU. ``output_router_logits``, with which transformers adds the
 auxiliary loss, is ignored: training here adds the load balancing loss whenever ``router_aux_loss_coef`` is not 0.
@@ -246,6 +247,27 @@ def _glm4_moe(hf: Any) -> Fields:
     }
 
 
+def _ernie_moe(hf: Any) -> Fields:
+    first = hf.moe_layer_start_index
+    last = hf.moe_layer_end_index
+    dense = tuple(
+        layer
+        for layer in range(hf.num_hidden_layers)
+        if (layer + 1) % hf.moe_layer_interval != 0 or not first <= layer <= last
+    )
+    if len(dense) == hf.num_hidden_layers:
+        return {}
+    return _experts(
+        hf,
+        hf.moe_intermediate_size,
+        shared_ffn_hidden_size=hf.moe_intermediate_size * hf.moe_num_shared_experts,
+        has_shared_gate=False,
+        has_selection_bias=True,
+        min_topk_sum=hf.moe_norm_min,
+        dense_layers=dense,
+    )
+
+
 def _gpt_oss(hf: Any) -> Fields:
     experts = _experts(
         hf,
@@ -258,6 +280,12 @@ def _gpt_oss(hf: Any) -> Fields:
     return {**experts, "activation": "silu"}
 
 
+_ERNIE_NAMES = DecoderNames(
+    selection_bias="moe_statics.e_score_correction_bias",
+    selection_bias_axes=2,
+    shared_expert="shared_experts",
+    renamed={"mlp.gate.moe_statics": "mlp.moe_statics"},
+)
 _DEEPSEEK_NAMES = DecoderNames(shared_expert="shared_experts")
 _GPT_OSS_NAMES = DecoderNames(
     router="router",
@@ -428,7 +456,11 @@ FAMILIES = (
         heads=classifiers("Mixtral"),
         defaults=LLAMA,
         custom_fields=_mixtral,
-        names=DecoderNames(experts="block_sparse_moe", expert=("w1", "w3", "w2")),
+        names=DecoderNames(
+            experts="block_sparse_moe",
+            expert=("w1", "w3", "w2"),
+            renamed={"mlp.gate": "block_sparse_moe.gate"},
+        ),
         required={"router_jitter_noise": (0.0,)},
     ),
     Family(
@@ -475,6 +507,15 @@ FAMILIES = (
         custom_fields=_glm4_moe,
         names=_DEEPSEEK_NAMES,
         partial_rotary=True,
+    ),
+    Family(
+        name="ernie4_5_moe",
+        architectures=causal_lm("Ernie4_5_Moe"),
+        defaults={**LLAMA, "rotary_interleaved": True},
+        custom_fields=_ernie_moe,
+        names=_ERNIE_NAMES,
+        # It adds a bias to the output layer, too.
+        required={"use_bias": (False, None)},
     ),
     Family(
         name="gpt_oss",

@@ -29,8 +29,9 @@ class Router(TopKRouter):
 
     Megatron's parameters are ``weight``, [experts, h], and with ``has_bias`` ``bias``, [experts].
 
-    With ``moe_router_enable_expert_bias`` experts are selected by the sum of score and ``expert_bias``, [experts],
-    fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv 2408.15664). With
+    With ``moe_router_enable_expert_bias`` or ``has_selection_bias`` experts are selected by the sum of score and
+    ``expert_bias``, [experts], fp32, which is updated each step by the load of the experts (Wang et al. 2024, arXiv
+    2408.15664). The auxiliary loss of a softmax counts experts as if there were no bias, as in transformers. With
     ``moe_router_num_groups`` they are selected from the ``moe_router_group_topk`` groups of the largest two scores
     (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
 
@@ -42,12 +43,22 @@ class Router(TopKRouter):
 
     load: Tensor
 
-    def __init__(self, *args: Any, has_bias: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        has_bias: bool,
+        has_selection_bias: bool,
+        min_topk_sum: float,
+        **kwargs: Any,
+    ) -> None:
         """Create the router.
 
         Args:
             args: Those of Megatron-Core's own router, of which 0.19 has more.
             has_bias: Overrides ``add_bias_linear``, Megatron's one switch for all linears.
+            has_selection_bias: Whether there is an ``expert_bias``, whatever the config says, which cannot with a
+                softmax.
+            min_topk_sum: Smallest divisor in the normalization of probabilities.
             kwargs: Likewise Megatron's.
         """
         super().__init__(*args, **kwargs)
@@ -55,6 +66,15 @@ class Router(TopKRouter):
         if has_bias:
             self.bias = torch.nn.Parameter(self.weight.new_zeros(len(self.weight)))
             self.bias.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        if has_selection_bias and self.expert_bias is None:
+            del self.expert_bias
+            zeros = torch.zeros(
+                len(self.weight),
+                dtype=torch.float32,
+                device=torch.cuda.current_device(),
+            )
+            self.register_buffer("expert_bias", zeros)
+        self._min_topk_sum = min_topk_sum
         frequency = self.config.moe_layer_freq
         self._num_layers: int = self.config.num_layers
         if isinstance(frequency, list):
@@ -85,7 +105,10 @@ class Router(TopKRouter):
             # For the auxiliary loss, as in Megatron.
             scores = scores / scores.sum(dim=-1, keepdim=True)
         if not self.config.moe_router_pre_softmax:
-            probs = probs / probs.sum(dim=-1, keepdim=True)
+            total = probs.sum(dim=-1, keepdim=True)
+            if self._min_topk_sum > 0.0:
+                total = total.clamp(min=self._min_topk_sum)
+            probs = probs / total
         scaling_factor = self.config.moe_router_topk_scaling_factor or 1.0
         if scaling_factor != 1.0:
             probs = probs * scaling_factor
@@ -116,16 +139,19 @@ class Router(TopKRouter):
     ) -> Tensor:
         """Return ``probs`` with the backward pass of the auxiliary loss attached."""
         assert self.num_tokens is not None
-        nowhere = torch.zeros_like(scores, dtype=torch.bool)
-        routing_map = nowhere.scatter(1, experts, True)
+        choices = [experts]
+        if self.expert_bias is not None and self.score_function == "softmax":
+            choices.append(torch.topk(scores, self.topk, dim=-1).indices)
+        is_token = None
         if padding_mask is not None:
             is_token = ~padding_mask.reshape(-1, 1)
-            routing_map = routing_map & is_token
             scores = scores * is_token
-        counts = routing_map.sum(dim=0).float()
+        all_counts = torch.stack([self._count(choice, is_token) for choice in choices])
         if self.tp_cp_group.size() > 1:
-            dist.all_reduce(counts, group=self.tp_cp_group)
-        share = counts * self.topk / counts.sum().clamp(min=1.0)
+            dist.all_reduce(all_counts, group=self.tp_cp_group)
+        counts = all_counts[0]
+        balanced = all_counts[-1]
+        share = balanced * self.topk / balanced.sum().clamp(min=1.0)
         factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
         product = (share * scores.sum(dim=0)).sum()
         loss = factor * product / self.num_tokens
@@ -134,6 +160,20 @@ class Router(TopKRouter):
             self.load[1:] += counts
         attached: Tensor = MoEAuxLossAutoScaler.apply(probs, loss)
         return attached
+
+    def _count(self, experts: Tensor, is_token: Tensor | None) -> Tensor:
+        """Number of tokens for which each expert is chosen, [experts], fp32.
+
+        Args:
+            experts: [tokens, topk], int64.
+            is_token: [tokens, 1], bool, False for padding; None for no padding.
+        """
+        shape = (len(experts), self.config.num_moe_experts)
+        nowhere = torch.zeros(shape, dtype=torch.bool, device=experts.device)
+        routing_map = nowhere.scatter(1, experts, True)
+        if is_token is not None:
+            routing_map = routing_map & is_token
+        return routing_map.sum(dim=0).float()
 
 
 def keep_biases_in_fp32(chunks: Iterable[torch.nn.Module]) -> None:
