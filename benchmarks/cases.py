@@ -187,6 +187,33 @@ MOONLIGHT_16B_A3B: Mapping[str, Any] = {
 }
 """Moonlight-16B-A3B (Moonshot AI 2025, arXiv 2502.16982): latent attention with heads of 192 and 128, 64 experts."""
 
+GPT_OSS_20B: Mapping[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "tie_word_embeddings": False,
+}
+"""gpt-oss-20b (OpenAI 2025, arXiv 2508.10925): sinks of attention, windows in every other layer, 32 experts."""
+
 BERT_LARGE: Mapping[str, Any] = {
     "model_type": "megatron-bert",
     "vocab_size": 29056,
@@ -297,6 +324,13 @@ _BF16_CASES: tuple[Case, ...] = (
         4096,
         4,
         4,
+    ),
+    Case(
+        "gpt-oss-20b-6layers",
+        {**GPT_OSS_20B, "num_hidden_layers": 6},
+        4096,
+        2,
+        8,
     ),
     Case("bert-large", BERT_LARGE, 512, 32, 2),
     Case("bert-large-tp2-pp2", BERT_LARGE, 512, 32, 8, 4, _TP2_PP2),

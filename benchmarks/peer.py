@@ -13,7 +13,9 @@ from transformers import (
     AutoModelForPreTraining,
     AutoModelForSeq2SeqLM,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
@@ -27,7 +29,9 @@ _LARGEST_REPLICA_PARAMETERS = 2e9
 """Larger models are sharded: fp32 weights, gradients and moments take 16 bytes per parameter."""
 
 LAYERS: dict[str, type[torch.nn.Module]] = {
+    "deepseek_v3": DeepseekV3DecoderLayer,
     "gpt2": GPT2Block,
+    "gpt_oss": GptOssDecoderLayer,
     "llama": LlamaDecoderLayer,
     "megatron-bert": MegatronBertLayer,
     "qwen3_moe": Qwen3MoeDecoderLayer,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import convergence, picture
+from benchmarks.attention import KINDS, Kind
 from benchmarks.cases import case_named
 from benchmarks.measurement import read, tables
 from tests.marks import exhaustive
@@ -57,6 +58,20 @@ def test_loader_benchmark_measures_all_objectives() -> None:
     ]
     assert [line.split()[0] for line in lines] == ["gpt", "bert", "t5"]
     assert all(float(line.split("M tokens/s")[0].split()[-1]) > 0 for line in lines)
+
+
+def test_attention_benchmark_measures_every_kind() -> None:
+    options = ("--device", "cpu", "--seq-length", "40", "--rows", "1", "--warm-up", "0")
+    printed = _run_on_ranks(1, "attention", *options, "--calls", "1")
+    rows = [line.split("|")[1:4] for line in printed.splitlines() if line.startswith("| ")][1:]
+    assert [name.strip() for name, _, _ in rows] == [kind.name for kind in KINDS]
+    assert all(float(milliseconds) > 0 for _, milliseconds, _ in rows)
+
+
+def test_flops_of_attention_count_pairs_that_are_seen() -> None:
+    kind = Kind(name="", heads=2, groups=1, width=3, value_width=2, window=4)
+    seen = sum(min(query + 1, 4) for query in range(10))
+    assert kind.flops(5, 10) == 3 * 2 * 5 * 2 * seen * (3 + 2)
 
 
 @pytest.mark.parametrize(

@@ -540,10 +540,13 @@ def test_attention_with_sinks_equals_the_cpu(
     gradients = torch.autograd.grad(
         (actual.float() * weight.cuda()).sum(), [*on_device, on_gpu.sinks.scores]
     )
-    is_exact = dtype is torch.float32
+    # The gradients of sinks are sums of a few numbers that bfloat16 rounds to eight bits, with one query of three rows.
+    tolerance = 4e-2
+    if dtype is torch.float32:
+        tolerance = 1e-3
     for ours, theirs in zip(gradients, reference, strict=True):
         error = (ours.float().cpu() - theirs).norm() / theirs.norm()
-        assert error < (1e-3 if is_exact else 2e-2)
+        assert error < tolerance
 
 
 @pytest.mark.gpu
