@@ -38,7 +38,9 @@ def _with_model_directory(
         return []
     from transformers import LlamaConfig, MegatronBertConfig
 
-    config_class = MegatronBertConfig if "task" in fields["model"]["init_args"] else LlamaConfig
+    config_class = LlamaConfig
+    if "bert" in fields["model"]["init_args"]["model"]:
+        config_class = MegatronBertConfig
     directory = shutil.copytree(tokenizer, folder / "model")
     config_class().save_pretrained(directory)
     # The directory has no weights.
