@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.convert.dequantized import open_dequantized
 from lightning_megatron.convert.expert_files import with_separate_experts
 from lightning_megatron.convert.family import Family
-from lightning_megatron.convert.mxfp4 import UnpackedFiles
 from lightning_megatron.convert.registry import (
     config_object,
     family_of,
@@ -25,8 +25,8 @@ from lightning_megatron.convert.registry import (
 )
 from lightning_megatron.convert.rules import VOCABULARY, Rule
 from lightning_megatron.convert.shards import Key, Region
-from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source, Stored
-from lightning_megatron.convert.weight_files import CONFIG_FILE, WeightFiles, open_weights
+from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source
+from lightning_megatron.convert.weight_files import CONFIG_FILE, WeightFiles
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.adapter_names import is_adapter
@@ -62,7 +62,7 @@ class HuggingFaceSource(Source):
             CheckpointError: If they are missing or damaged.
         """
         super().__init__(path)
-        self._files: WeightFiles = UnpackedFiles(open_weights(path))
+        self._files: WeightFiles = open_dequantized(path)
         self.stored = self._files.tensors
         has_config = (path / CONFIG_FILE).is_file()
         config = {}
@@ -113,25 +113,25 @@ class HuggingFaceSource(Source):
         for name, in_file in self._stored_name.items():
             found[name] = stored[in_file]
         ignorable = hf_class._keys_to_ignore_on_load_unexpected or ()
-        unexpected: dict[str, Stored] = {}
+        others = {name: actual[name] for name in actual.keys() - keys.keys()}
+        left_out = self._predicting(others, model)
         of_other_heads: list[str] = []
-        for name in actual.keys() - keys.keys():
-            in_file = actual[name]
-            if NO_WEIGHTS.search(in_file) or any(re.search(pattern, name) for pattern in ignorable):
+        for name, in_file in others.items():
+            if in_file in left_out or NO_WEIGHTS.search(in_file):
+                continue
+            if any(re.search(pattern, name) for pattern in ignorable):
                 continue
             module = name.split(".")[0]
             if module in (*_HEADS, family.names.output) or ".pooler." in name:
                 of_other_heads.append(in_file)
             else:
-                unexpected[in_file] = stored[in_file]
+                found[in_file] = stored[in_file]
         new = self._new_head_tensors(model, family, keys)
         required = {name: shape for name, shape in shapes.items() if name not in new}
-        self.check(model, found | unexpected, required)
+        self.check(model, found, required)
         if dist.get_rank() == 0:
             self._compare_ties(model, ties)
-            if of_other_heads:
-                names = ", ".join(sorted(of_other_heads))
-                _log.warning("of another head in %s and left out: %s", self.path, names)
+            self._warn_of_left_out(left_out, of_other_heads)
 
         self._dtypes: dict[Key, torch.dtype] = {}
         for key, own_names in names_of.items():
@@ -140,6 +140,44 @@ class HuggingFaceSource(Source):
             if dtypes:
                 self._dtypes[key] = functools.reduce(torch.promote_types, dtypes)
         return self._dtypes
+
+    def _warn_of_left_out(
+        self,
+        predicting: Mapping[str, int],
+        of_other_heads: Collection[str],
+    ) -> None:
+        if predicting:
+            _log.warning(
+                "left out, as transformers does: layers %s of multi-token prediction in %s",
+                ", ".join(map(str, sorted(set(predicting.values())))),
+                self.path,
+            )
+        if of_other_heads:
+            names = ", ".join(sorted(of_other_heads))
+            _log.warning("of another head in %s and left out: %s", self.path, names)
+
+    def _predicting(self, names: Mapping[str, str], model: ModelConfig) -> dict[str, int]:
+        """Layers of multi-token prediction, which files may have after those of the model (DeepSeek-V3, GLM-4.5).
+
+        transformers leaves them out, too.
+
+        Args:
+            names: Names in the files of tensors that the model does not have, by those in the full model.
+            model: The model.
+
+        Returns:
+            The layers, by the names in the files.
+        """
+        count = self.metadata.get("config", {}).get("num_nextn_predict_layers")
+        if type(count) is not int or model.architecture != "gpt":
+            return {}
+        layers = range(model.num_layers, model.num_layers + count)
+        found = {}
+        for name, in_file in names.items():
+            layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+            if layer is not None and int(layer[1]) in layers:
+                found[in_file] = int(layer[1])
+        return found
 
     def _compare_ties(
         self,
@@ -368,7 +406,7 @@ def files_of_tensors(
     Raises:
         CheckpointError: If the files are missing or damaged.
     """
-    files = with_separate_experts(UnpackedFiles(open_weights(directory)), model)
+    files = with_separate_experts(open_dequantized(directory), model)
     stored_names = _stored_names(files.tensors, names, family_of(model.family))
     found: dict[str, tuple[str, bool]] = {}
     for name in names:

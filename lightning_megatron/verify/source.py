@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.convert.dequantized import open_dequantized
 from lightning_megatron.convert.expert_files import with_separate_experts
 from lightning_megatron.convert.formats import find_source, join_names, open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
-from lightning_megatron.convert.mxfp4 import UnpackedFiles
 from lightning_megatron.convert.registry import family_of
 from lightning_megatron.convert.source import NO_WEIGHTS, ModelSource
-from lightning_megatron.convert.weight_files import WeightFiles, open_weights
+from lightning_megatron.convert.weight_files import WeightFiles
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -87,7 +87,7 @@ def round_trip(
     total = len(gatherer.contents())
     comparison = None
     if dist.get_rank() == 0:
-        files = with_separate_experts(UnpackedFiles(open_weights(directory)), model)
+        files = with_separate_experts(open_dequantized(directory), model)
         comparison = _Comparison(files, model, result)
     for done, (name, tensor) in enumerate(gatherer.tensors(), 1):
         if comparison is not None and tensor is not None:

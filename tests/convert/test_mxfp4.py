@@ -44,7 +44,7 @@ def _quantized_directory(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def _load_and_save(source: str, target: str) -> None:
+def load_and_save(source: str, target: str) -> None:
     loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
     module = pretrained_module(source)
     layout = Layout(ep=2, dp=2)
@@ -63,7 +63,7 @@ def test_mxfp4_weights_equal_those_of_transformers(tmp_path: Path) -> None:
         quantization_config=Mxfp4Config(dequantize=True),
         dtype=torch.bfloat16,
     )
-    run_ranks(_load_and_save, 2, str(source), str(target))
+    run_ranks(load_and_save, 2, str(source), str(target))
     saved = load_file(target / "model.safetensors")
     expected = dequantized.state_dict()
     assert saved.keys() == expected.keys()

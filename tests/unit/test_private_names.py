@@ -30,6 +30,7 @@ NOT_NAMES = {
     "_relative_pos_emb",  # in Megatron-LM's files
     "_remove_final_layer_norm",  # of a Hugging Face config
     "_resumed",  # a label of matplotlib
+    "_scale_inv",
     "_scales",
     "_token",
     "_token_id",

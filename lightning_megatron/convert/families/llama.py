@@ -499,6 +499,7 @@ FAMILIES = (
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
         },
+        quantizations=("fp8",),
     ),
     Family(
         name="glm4_moe",
