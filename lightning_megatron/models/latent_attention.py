@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.key_value_cache import LatentCache
 from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.partial_rotary import rotate_last
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX
 from lightning_megatron.models.config import LatentAttention
@@ -184,9 +184,7 @@ class LatentSelfAttention(Attention):
             of_queries, _ = self.linear_q_down_proj(hidden_states)
             mixed, _ = self.linear_q_up_proj(self.q_layernorm(of_queries))
         heads = mixed.unflatten(2, (self.num_attention_heads_per_partition, -1))
-        widths = (latent.qk_head_dim, latent.qk_pos_emb_head_dim)
-        plain, rotary = heads.split(widths, dim=-1)
-        return torch.cat((plain, self._rotate(rotary, angles)), dim=-1)
+        return self._rotate(heads, angles)
 
     def _latents(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized latents, [s/cp or s/cp/tp, b, kv_lora_rank], and rotated keys, [s/cp, b, 1, ...]."""
@@ -209,12 +207,11 @@ class LatentSelfAttention(Attention):
         shared = rotated.expand(-1, -1, heads.shape[2], -1)
         return torch.cat((plain, shared), dim=-1), value
 
-    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        rotated: Tensor = apply_rotary_pos_emb(
-            x,
+    def _rotate(self, heads: Tensor, angles: Tensor) -> Tensor:
+        """Rotate the last dimensions of queries or of the keys that all heads share."""
+        return rotate_last(
+            heads,
             angles,
-            self.config,
-            mscale=self.attention_factor,
-            cp_group=self.pg_collection.cp,
+            factor=self.attention_factor,
+            interleaved=self.config.rotary_interleaved,
         )
-        return rotated

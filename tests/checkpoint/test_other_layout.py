@@ -72,6 +72,26 @@ GPT_OSS: dict[str, Any] = {
     "strategy": {"num_microbatches": 1},
 }
 """Sinks are split over tp, and biases over ep."""
+DEEPSEEK: dict[str, Any] = {
+    "model": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": LLAMA["num_attention_heads"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "strategy": {"num_microbatches": 1},
+}
+"""Projections to latents are replicated, those from latents split over tp."""
 APERTUS: dict[str, Any] = {"model": {**LLAMA, "model_type": "apertus"}}
 """Parameters and constants of activations are replicated."""
 EP2: Layout = (2, {"ep": 2})
@@ -95,6 +115,12 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             GPT_OSS,
             [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
             id="gpt_oss",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            DEEPSEEK,
+            [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
+            id="deepseek_v3",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(

@@ -142,7 +142,7 @@ RARER_CASES: tuple[tuple[str, str, Layout], ...] = (
     ),
     *(
         (family, head, replace(TP2_SP, ep=2))
-        for family in ("mixtral", "qwen3_moe", "gpt_oss")
+        for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
         for head in ("classes", "classes of tokens")
     ),
     ("llama", "classes", TP2),
