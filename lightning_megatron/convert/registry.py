@@ -57,9 +57,10 @@ _LEGACY_KEYS = {
         "topk_method",
     },
     "ernie4_5_moe": {"head_dim"},
-    "gpt_oss": {"experts_per_token", "initial_context_length"},
+    # The last two are fields of transformers' class in newer versions than the oldest that is supported.
+    "gpt_oss": {"experts_per_token", "initial_context_length", "swiglu_alpha", "swiglu_limit"},
 }
-"""Keys of published or older config files that transformers' classes no longer list, by ``model_type``."""
+"""Keys of published config files that transformers' classes no longer list, or not yet, by ``model_type``."""
 MAX_LAYERS = 1_000
 """Maximum number of layers of a stack; each takes about 0.2 MB before it has weights."""
 _MAX_LABELS = 500_000

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, DistributedSampler
+from transformers import GptOssConfig
 
 from lightning_megatron.convert.registry import differences, model_config
 from lightning_megatron.engine.overrides import Overrides
@@ -37,6 +38,10 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
+_GPT_OSS_SWIGLU: dict[str, Any] = {}
+if hasattr(GptOssConfig(), "swiglu_limit"):
+    # Older transformers ignore them: their model has constants.
+    _GPT_OSS_SWIGLU = {"swiglu_limit": 1.5, "swiglu_alpha": 1.3}
 _LATENT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -91,8 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "router_aux_loss_coef": 0.2,
             "sliding_window": 5,
-            "swiglu_limit": 1.5,
-            "swiglu_alpha": 1.3,
+            **_GPT_OSS_SWIGLU,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 100.0,

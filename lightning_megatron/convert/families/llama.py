@@ -268,16 +268,24 @@ def _ernie_moe(hf: Any) -> Fields:
     )
 
 
+_GPT_OSS_SWIGLU_LIMIT = 7.0
+_GPT_OSS_SWIGLU_ALPHA = 1.702
+"""Constants of transformers' gpt-oss until its config got fields of them (5.17 has none, 5.24 has them)."""
+
+
 def _gpt_oss(hf: Any) -> Fields:
-    experts = _experts(
-        hf,
-        hf.intermediate_size,
+    experts = Experts(
+        # Not num_experts, which transformers 5.5 does not know for gpt-oss.
+        num_experts=hf.num_local_experts,
+        topk=hf.num_experts_per_tok,
+        ffn_hidden_size=hf.intermediate_size,
+        load_balancing_loss_coef=hf.router_aux_loss_coef,
         add_bias=True,
-        swiglu_limit=hf.swiglu_limit,
-        swiglu_alpha=hf.swiglu_alpha,
+        swiglu_limit=getattr(hf, "swiglu_limit", _GPT_OSS_SWIGLU_LIMIT),
+        swiglu_alpha=getattr(hf, "swiglu_alpha", _GPT_OSS_SWIGLU_ALPHA),
     )
     # transformers' model ignores hidden_act: its experts have their own activation.
-    return {**experts, "activation": "silu"}
+    return {"experts": experts, "activation": "silu"}
 
 
 _ERNIE_NAMES = DecoderNames(
