@@ -43,6 +43,7 @@ from lightning_megatron.steps.bert import BertTrainStep as BertTrainStep
 from lightning_megatron.steps.classification import (
     ClassificationTrainStep as ClassificationTrainStep,
 )
+from lightning_megatron.steps.distillation import DistillationTrainStep as DistillationTrainStep
 from lightning_megatron.steps.dpo import DPOTrainStep as DPOTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep as GPTTrainStep
 from lightning_megatron.steps.gpt import LastWordTrainStep as LastWordTrainStep

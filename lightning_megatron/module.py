@@ -24,6 +24,7 @@ from lightning_megatron.callbacks.model_summary import whole_summaries
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.checkpoint.meta import load_meta
 from lightning_megatron.convert.companions import generation_config
+from lightning_megatron.convert.frozen_model import FrozenWeights
 from lightning_megatron.convert.hugging_face import (
     check_num_layers,
     load_hugging_face,
@@ -69,6 +70,7 @@ from lightning_megatron.models.lora import freeze_base, merged
 from lightning_megatron.planning.startup import check_host_memory, startup_lines
 from lightning_megatron.steps import train_step_named
 from lightning_megatron.steps.base import TrainStep
+from lightning_megatron.steps.distillation import DistillationTrainStep
 from lightning_megatron.storage.hub import Needed, first_line, local_folder, named_folder
 from lightning_megatron.strategy import MegatronStrategy
 
@@ -168,8 +170,7 @@ class MegatronModule(pl.LightningModule):
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
-        self.train_step = _train_step(train_step, self.model_config)
-        self.train_step.bind(self.model_config)
+        self._set_train_step(train_step)
         require_number("lr", lr)
         self.lr = lr
         self.optimizer_options = as_options(OptimizerOptions, optimizer, "optimizer")
@@ -200,6 +201,18 @@ class MegatronModule(pl.LightningModule):
             "problem_type": problem_type,
         }
         self.save_hyperparameters(self._plain_arguments(given))
+
+    def _set_train_step(self, given: str | TrainStep | None) -> None:
+        """Set the training objective, and the teacher of one that has a teacher.
+
+        Raises:
+            ConfigError: If one does not fit the model.
+        """
+        self.train_step = _train_step(given, self.model_config)
+        self.train_step.bind(self.model_config)
+        self.teacher = _teacher(self.train_step, self.model_config)
+        """The teacher of a ``DistillationTrainStep``, which is built beside the model; None without one."""
+        self._teacher_built_for: EngineSettings | None = None
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **hyper_parameters: Any) -> Self:  # type: ignore[override]
@@ -280,6 +293,13 @@ class MegatronModule(pl.LightningModule):
         if strategy.root_device.type == "cpu":
             check_host_memory(self.model_config, strategy.settings, strategy.num_processes)
         check_model(self.model_config, strategy.settings, self.trainer.state.fn or "fit")
+        if isinstance(self.train_step, DistillationTrainStep) and self.model_provider is not None:
+            raise ConfigError(
+                "DistillationTrainStep: expected this package's GPT, whose logits it reads, got a model_provider; "
+                "leave one of them out"
+            )
+        if self.teacher is not None:
+            self._check_teacher(self.teacher, strategy)
         # The steps of epochs are known once there is data: configure_optimizers checks them.
         if self.trainer.state.fn not in (None, "fit"):
             return
@@ -295,6 +315,21 @@ class MegatronModule(pl.LightningModule):
             warning = size_warning(self.model_config)
             if warning is not None:
                 rank_zero_warn(warning)
+
+    def _check_teacher(self, teacher: FrozenWeights, strategy: MegatronStrategy) -> None:
+        """Raise if the teacher cannot be built beside the model.
+
+        Raises:
+            ConfigError: If the layout does not fit it, or CUDA graphs would replay the student alone.
+        """
+        teacher.check(strategy.settings, "teacher")
+        if strategy.root_device.type == "cpu":
+            check_host_memory(teacher.model, strategy.settings, strategy.num_processes)
+        if strategy.cuda_graphs:
+            raise ConfigError(
+                "cuda_graphs=True: expected a train step without a frozen model, got DistillationTrainStep with a "
+                "teacher; leave cuda_graphs out, or give the teacher's top-k logits in the batches"
+            )
 
     def _schedule_settings(self) -> Mapping[str, Any]:
         """Arguments of ``MegatronLRScheduler``, checked."""
@@ -371,6 +406,7 @@ class MegatronModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's model chunks, again only if the engine settings (layout, precision, ...) have changed."""
         settings = self.megatron.settings
+        self._build_teacher(settings)
         if self.model_chunks is not None and self.built_for == settings:
             return
         build = self.model_provider or build_chunks
@@ -382,6 +418,16 @@ class MegatronModule(pl.LightningModule):
         self.built_for = settings
         for line in startup_lines(self.model_config, settings):
             rank_zero_info(line)
+
+    def _build_teacher(self, settings: EngineSettings) -> None:
+        """Build this rank's chunks of the teacher, again only if the engine settings have changed."""
+        step = self.train_step
+        if self.teacher is None or self._teacher_built_for == settings:
+            return
+        assert isinstance(step, DistillationTrainStep)
+        # They belong to the step: as a part of the module they would be saved and counted with the student.
+        step.attach_teacher(list(self.teacher.build(settings, self.megatron.topology)))
+        self._teacher_built_for = settings
 
     def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
         """Load weights from the model directory, and initialize those that it lacks (a new head, or all) at random."""
@@ -1021,6 +1067,23 @@ def _train_step(given: str | TrainStep | None, model: ModelConfig) -> TrainStep:
             f"{type(given).__name__}; give e.g. train_step=MyTrainStep()"
         )
     return train_step_named(given or model.architecture, model.task)
+
+
+def _teacher(step: TrainStep, model: ModelConfig) -> FrozenWeights | None:
+    """The teacher of a train step, whose config the step gets; None if it has none.
+
+    Raises:
+        ConfigError: If it is neither a directory nor available from the hub, or does not fit the student.
+    """
+    if not isinstance(step, DistillationTrainStep) or step.teacher is None:
+        return None
+    folder = local_folder(step.teacher, "model")
+    config = replace(
+        model_config(str(folder)),
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+    )
+    step.bind_teacher(config)
+    return FrozenWeights(model=config, source=folder)
 
 
 def _accepted_arguments(cls: type[MegatronModule], saved: Mapping[str, Any]) -> dict[str, Any]:

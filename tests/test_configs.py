@@ -34,6 +34,13 @@ def _with_model_directory(
     folder: Path,
 ) -> list[str]:
     """Overrides for configs that start from a model directory: one with a tokenizer and a default config."""
+    model = fields["model"]["init_args"]
+    step = model.get("train_step")
+    if isinstance(step, dict) and "teacher" in step["init_args"]:
+        from transformers import LlamaConfig
+
+        LlamaConfig(vocab_size=model["model"]["vocab_size"]).save_pretrained(folder / "teacher")
+        return ["--model.train_step.init_args.teacher", str(folder / "teacher")]
     if not isinstance(fields["model"]["init_args"]["model"], str):
         return []
     from transformers import LlamaConfig, MegatronBertConfig

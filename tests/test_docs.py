@@ -38,6 +38,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
 
 (
     CHECKPOINTS,
+    DISTILLATION,
     EVALUATION,
     FROM_ACCELERATE,
     FROM_FSDP,
@@ -51,6 +52,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
     f"docs/{name}.md"
     for name in (
         "checkpoints",
+        "distillation",
         "evaluation",
         "from_accelerate",
         "from_fsdp",
@@ -72,6 +74,7 @@ BLOCKS = {
     FROM_FSDP: ["python"],
     FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
+    DISTILLATION: ["python"],
     PREFERENCES: ["python"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python"],
@@ -466,6 +469,14 @@ def test_preferences_page_trains(reader: Path) -> None:
     check = "float(trainer.callback_metrics['train_accuracy']) in (0, 0.5, 1)"
     _run_python(reader, PREFERENCES, 0, 2, quiet, check)
     assert len(list((reader / "reference_logps").glob("*/depends_on.json"))) == 2
+
+
+def test_distillation_page_trains(reader: Path) -> None:
+    quiet = {
+        "strategy, max_steps=2)": "strategy, max_steps=2, logger=False, enable_progress_bar=False)"
+    }
+    check = "trainer.callback_metrics['train_kl_loss'] > 0"
+    _run_python(reader, DISTILLATION, 0, 2, quiet, check)
 
 
 def test_foreign_names_cover_every_accelerate_option() -> None:

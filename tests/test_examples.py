@@ -89,6 +89,9 @@ def test_example_parses_its_arguments_before_slow_imports(example: str) -> None:
         ("custom_train_step.py", ["--max-steps", 5], r"5 steps with key tokens \[\d+, \d+"),
         ("finetune_llama.py", ["--max-steps", 5], r"5 steps on .*instructions.jsonl: training"),
         ("dpo_llama.py", ["--max-steps", 5], r"5 steps on .*preferences.jsonl: training loss"),
+        exhaustive(
+            "distill_gpt.py", ["--max-steps", 5], r"5 steps with the teacher .*: validation"
+        ),
         ("generate_text.py", ["--max-new-tokens", 3], r"2 prompts continued by runs/shipped/gpt2"),
         exhaustive("reward_llama.py", ["--max-steps", 5], r"5 steps on .*preferences.jsonl: train"),
         exhaustive("pretrain_clm.py", ["--epochs", 1], r"359 steps: (.*\n)+model and tokenizer: "),

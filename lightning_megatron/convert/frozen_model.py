@@ -16,10 +16,11 @@ from lightning_megatron.convert.hugging_face import load_hugging_face
 from lightning_megatron.convert.weight_files import open_weights
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.runtime import Runtime, unchanged_environment
-from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.engine.settings import EngineSettings, Recompute
 from lightning_megatron.engine.wrap import to_16bit
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.build import build_chunks
+from lightning_megatron.models.checks import check_model
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.storage.checksums import CHECKSUMS
 
@@ -36,12 +37,38 @@ class FrozenWeights:
     source: Path | LoadFrom
     """A directory of Hugging Face weights, or a checkpoint of this package."""
 
+    def settings(self, settings: EngineSettings) -> EngineSettings:
+        """The settings of a run for this model: nothing is recomputed, and a model without experts spreads none."""
+        parallel = settings.parallel
+        if self.model.experts is None:
+            parallel = replace(parallel, ep=1)
+        return replace(settings, parallel=parallel, recompute=Recompute(), cuda_graphs=False)
+
+    def check(self, settings: EngineSettings, option: str) -> None:
+        """Check that the model supports the settings of a run, before anything is built.
+
+        Args:
+            settings: Those of the run.
+            option: The option that named the model, for messages.
+
+        Raises:
+            ConfigError: If it does not.
+            CheckpointError: If it has no weights.
+        """
+        try:
+            check_model(self.model, self.settings(settings))
+        except ConfigError as error:
+            raise ConfigError(f"{option}={self.path}: {error}") from error
+        if isinstance(self.source, Path):
+            open_weights(self.source)
+
     def build(self, settings: EngineSettings, topology: Topology) -> torch.nn.ModuleList:
         """Build this rank's chunks, in evaluation mode and without gradients. Collective over the world, in the engine.
 
         Raises:
             CheckpointError: On every rank, if the weights are missing, damaged or of another model.
         """
+        settings = self.settings(settings)
         with unchanged_environment():
             chunks = build_chunks(self.model, settings)
         chunks.requires_grad_(False).eval()

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_megatron.convert.frozen_model import FrozenWeights
 from lightning_megatron.convert.registry import model_config
-from lightning_megatron.convert.weight_files import open_weights
 from lightning_megatron.data.instruction_records import InstructionOptions, record_files
 from lightning_megatron.data.instructions import Instructions
 from lightning_megatron.data.preferences import (
@@ -26,7 +25,6 @@ from lightning_megatron.datamodules.reference import ReferencePass
 from lightning_megatron.datamodules.sources import check_gpt, check_token, split_sources
 from lightning_megatron.errors import ConfigError, DataError, require_divides, require_number
 from lightning_megatron.foreign_names import checks_options
-from lightning_megatron.models.checks import check_model
 from lightning_megatron.steps.dpo import PreferencePairs
 from lightning_megatron.steps.reward import RewardTrainStep
 from lightning_megatron.storage.hub import local_folder
@@ -127,7 +125,7 @@ class PreferenceDataModule(MegatronDataModule):
                     f"reference={weights.path}: expected the model's vocabulary of {run.model.vocab_size} tokens, got "
                     f"{weights.model.vocab_size}; give a model with the same tokenizer"
                 )
-            check_model(weights.model, self._strategy().settings)
+            weights.check(self._strategy().settings, "reference")
 
     @override
     def setup(self, stage: str) -> None:
@@ -180,7 +178,6 @@ class PreferenceDataModule(MegatronDataModule):
         if self.reference is not None:
             folder = local_folder(self.reference, "model")
             config = replace(model_config(str(folder)), make_vocab_size_divisible_by=multiple)
-            open_weights(folder)
             return FrozenWeights(model=config, source=folder)
         checkpoint = self._strategy().checkpointing.initial_weights
         source = checkpoint or getattr(module, "pretrained_path", None)

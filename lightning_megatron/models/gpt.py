@@ -7,7 +7,8 @@ refuse sequence parallelism in the head (BERT), or ignore positions (GPT), and `
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +28,9 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.heads import Classifier, mark_last_tokens, pool_marked_tokens
 from lightning_megatron.models.layers import LayerStack, block_spec
 from lightning_megatron.models.rotary import inverse_frequencies, query_scales, rotary_angles
+
+LossOfLogits: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Losses of tokens, [b, s/cp, ...] fp32, from logits [s/cp, b, v/tp] and labels [b, s/cp]; collective over tp."""
 
 
 class Chunk(LanguageModule):
@@ -111,12 +115,30 @@ class Chunk(LanguageModule):
         hidden: Tensor,
         labels: Tensor | None,
         runtime_gather_output: bool | None = None,
+        loss_of_logits: LossOfLogits | None = None,
     ) -> Tensor:
         """Compute logits [b, s, v/tp or v], or with ``labels`` [b, s] per-token losses, [b, s] fp32.
 
         Args:
             hidden: [s/cp or s/cp/tp, b, h].
             labels: int64; None for logits.
+            runtime_gather_output: Whether to all-gather logits over the tp group.
+            loss_of_logits: Computes the losses of labels; None for cross-entropy.
+        """
+        logits = self.vocab_logits(hidden, runtime_gather_output)
+        if labels is None:
+            return self.gather_tokens(logits.transpose(0, 1).contiguous())
+        own_labels = self.own_tokens(labels)
+        if loss_of_logits is not None:
+            return self.gather_tokens(loss_of_logits(logits, own_labels))
+        losses = self.compute_language_model_loss(own_labels, logits)
+        return self.gather_tokens(losses)
+
+    def vocab_logits(self, hidden: Tensor, runtime_gather_output: bool | None = None) -> Tensor:
+        """Compute this rank's logits, [s/cp, b, v/tp or v]; vocabulary padding is -inf.
+
+        Args:
+            hidden: [s/cp or s/cp/tp, b, h].
             runtime_gather_output: Whether to all-gather logits over the tp group.
         """
         if self.description.logits_multiplier != 1.0:
@@ -134,11 +156,7 @@ class Chunk(LanguageModule):
             logits = soft_capped(logits, self.description.logits_softcap)
         is_gathered = logits.shape[-1] == self._padded_vocab_size
         rank = 0 if is_gathered else self.pg_collection.tp.rank()
-        mask_padded_vocab_(logits, self.description.vocab_size, rank)
-        if labels is None:
-            return self.gather_tokens(logits.transpose(0, 1).contiguous())
-        losses = self.compute_language_model_loss(self.own_tokens(labels), logits)
-        return self.gather_tokens(losses)
+        return mask_padded_vocab_(logits, self.description.vocab_size, rank)
 
     def classify_tokens(self, hidden: Tensor) -> Tensor:
         """Compute logits of each token's labels with ``token_head``, [b, s, num_labels].
@@ -227,6 +245,7 @@ class GPTChunk(Chunk):
         *,
         runtime_gather_output: bool | None = None,
         longest: int | None = None,
+        loss_of_logits: LossOfLogits | None = None,
     ) -> Tensor:
         """Run this chunk. Collective over the tp and cp groups.
 
@@ -238,11 +257,32 @@ class GPTChunk(Chunk):
             runtime_gather_output: Whether to all-gather logits over the tp group.
             longest: Length of the longest row, for calls with only some rows of a batch; None: take it from the
                 positions.
+            loss_of_logits: Computes the losses of labels, [b, s, ...]; None for cross-entropy.
 
         Returns:
             On the last chunk, by task: ``causal_lm`` per-token losses, [b, s] fp32, or logits, [b, s, v/tp or v];
             ``sequence_classification`` logits [b, num_labels] of each row's last token that is not padding;
             ``token_classification`` logits [b, s, num_labels]. Before it hidden states, [s/cp or s/cp/tp, b, h].
+        """
+        hidden = self.hidden_states(input_ids, position_ids, attention_mask, longest)
+        if not self.post_process:
+            return hidden
+        if self.description.task == "sequence_classification":
+            return self._classify_sequences(hidden, mark_last_tokens(input_ids, attention_mask))
+        if self.description.task == "token_classification":
+            return self.classify_tokens(hidden)
+        return self.predictions(hidden, labels, runtime_gather_output, loss_of_logits)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        longest: int | None = None,
+    ) -> Tensor:
+        """Hidden states behind this chunk's layers, and the final norm of the last one: [s/cp or s/cp/tp, b, h].
+
+        Arguments are those of ``forward``. Collective over the tp and cp groups.
         """
         embedded = None
         if self.pre_process:
@@ -256,13 +296,7 @@ class GPTChunk(Chunk):
             rotary_pos_emb=angles,
             padding_mask=self._padding_mask(attention_mask),
         )
-        if not self.post_process:
-            return hidden
-        if self.description.task == "sequence_classification":
-            return self._classify_sequences(hidden, mark_last_tokens(input_ids, attention_mask))
-        if self.description.task == "token_classification":
-            return self.classify_tokens(hidden)
-        return self.predictions(hidden, labels, runtime_gather_output)
+        return hidden
 
     def _classify_sequences(self, hidden: Tensor, is_last: Tensor) -> Tensor:
         """Logits of each row's labels, [b, num_labels], from the hidden state of its marked token.

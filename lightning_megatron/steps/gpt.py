@@ -111,8 +111,11 @@ class GPTTrainStep(MaskedLossStep):
         Raises:
             DataError: With the key, the value, the rule and the fix.
         """
-        if type(self).prepare_batch is not GPTTrainStep.prepare_batch:
-            return
+        if type(self).prepare_batch is GPTTrainStep.prepare_batch:
+            self.check_inputs(batch)
+
+    def check_inputs(self, batch: Batch) -> None:
+        """As ``check_batch``, also for a subclass with its own ``prepare_batch``."""
         self._check_keys(batch)
         if "text" in batch:
             text = batch["text"]

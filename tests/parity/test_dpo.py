@@ -72,7 +72,7 @@ def preference_rows() -> Rows:
     return rows
 
 
-def _tiny(family: str) -> Any:
+def tiny(family: str) -> Any:
     """A tiny transformers model of its own."""
     if family in MIXTURES:
         return mixture(family, router_aux_loss_coef=0.0)
@@ -200,12 +200,13 @@ def _train(
     }
 
 
-def _compare(
+def compare_steps(
     ranks: list[dict[str, Any]],
     logged: list[dict[str, float]],
     gradients: list[dict[str, Tensor]],
     rename: Any = str,
 ) -> None:
+    """Assert equal logged values on every rank, and gradients on rank 0, in each step."""
     for rank in ranks:
         for ours, theirs in zip(rank["logged"], logged, strict=True):
             for name, value in theirs.items():
@@ -238,7 +239,7 @@ _RARER_CASES = [
 def test_dpo_equals_the_formula_on_transformers_logits(
     family: str, layout: Layout, options: Options, tmp_path: Path
 ) -> None:
-    hf_model = _tiny(family)
+    hf_model = tiny(family)
     hf_model.save_pretrained(tmp_path)
     reference_model = copy.deepcopy(hf_model)
     generator = torch.Generator().manual_seed(7)
@@ -256,7 +257,7 @@ def test_dpo_equals_the_formula_on_transformers_logits(
         _train, layout.world_size, str(tmp_path), case, with_references, options, None
     )
     logged, gradients = _train_by_formula(hf_model, reference, rows, options)
-    _compare(ranks, logged, _saved_names(hf_model, gradients))
+    compare_steps(ranks, logged, saved_names(hf_model, gradients))
     expected = _formula(
         log_probabilities(hf_model, rows[:3]).detach(), reference[:3], rows[:3], options
     )
@@ -267,7 +268,7 @@ def test_dpo_equals_the_formula_on_transformers_logits(
             )
 
 
-def _saved_names(hf_model: Any, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def saved_names(hf_model: Any, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Gradients by name in saved files, which have one tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -285,7 +286,7 @@ def _saved_names(hf_model: Any, gradients: list[dict[str, Tensor]]) -> list[dict
 def test_reference_of_adapters_is_the_model_without_them(layout: Layout, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    hf_model = _tiny("llama")
+    hf_model = tiny("llama")
     hf_model.save_pretrained(tmp_path / "base")
     rows = preference_rows()
     with torch.no_grad():
@@ -311,7 +312,7 @@ def test_reference_of_adapters_is_the_model_without_them(layout: Layout, tmp_pat
     def rename(name: str) -> str:
         return name.replace(".default", "")
 
-    _compare(ranks, logged, gradients, rename)
+    compare_steps(ranks, logged, gradients, rename)
     weights = {
         rename(name): each.detach()
         for name, each in adapted.named_parameters()

@@ -74,6 +74,7 @@ def test_strategy_names_cover_every_layout() -> None:
 ADDED = {
     "ClassificationTrainStep",
     "DPOTrainStep",
+    "DistillationTrainStep",
     "PreferenceDataModule",
     "RewardTrainStep",
 }
