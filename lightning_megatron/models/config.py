@@ -202,6 +202,11 @@ class LatentAttention:
             require_number(name, getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
         if self.q_lora_rank is not None:
             require_number("q_lora_rank", self.q_lora_rank, at_least=1, at_most=_LARGEST_SIZE)
+        if self.qk_pos_emb_head_dim % 2:
+            raise ConfigError(
+                f"qk_pos_emb_head_dim={self.qk_pos_emb_head_dim}: expected an even number, as rotary positions rotate "
+                "pairs of dimensions; correct qk_rope_head_dim"
+            )
 
     @property
     def cached_width(self) -> int:

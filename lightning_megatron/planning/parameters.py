@@ -74,6 +74,9 @@ def adapter_parameters(model: ModelConfig) -> int:
         layers = model.num_layers
         if is_decoder:
             layers = model.num_decoder_layers
+        elif model.experts is not None and ".mlp." in name:
+            # Experts have no adapters.
+            layers = len(model.experts.dense_layers)
         for out_size, is_adapted in zip(out_sizes, parts, strict=True):
             if is_adapted:
                 count += layers * model.lora.rank * (in_size + out_size)

@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": partial(gpt_model, "llama", {}),
     "gpt_neox": partial(gpt_model, "gpt_neox", {}),
     "apertus": partial(gpt_model, "apertus", {}),
+    "deepseek_v3": partial(mixture, "deepseek_v3"),
     "dots1": partial(mixture, "dots1"),
     "ernie4_5_moe": partial(mixture, "ernie4_5_moe"),
     "mixtral": partial(mixture, "mixtral"),

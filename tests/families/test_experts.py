@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GptOssConfig
 
-from lightning_megatron.convert.registry import differences, model_config
+from lightning_megatron.convert.registry import (
+    config_for_task,
+    config_object,
+    differences,
+    model_config,
+)
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.settings import EngineSettings
@@ -403,6 +408,65 @@ def test_selection_bias_of_a_config_is_not_overridden() -> None:
     )
     with pytest.raises(ConfigError, match="is given by the ernie4_5_moe config"):
         check_model(model, settings)
+
+
+def test_unsupported_values_of_deepseek_v3_are_refused() -> None:
+    fields = {"model_type": "deepseek_v3", "num_hidden_layers": 4}
+    for changes, message in (
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' of this deepseek_v3 config"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' of this deepseek_v3 config"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 of this deepseek_v3 config"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads=8: expected num_attention_heads=128"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank=0 must be at least 1"),
+        ({"qk_rope_head_dim": 7}, "even rotary dimension"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model_config({**fields, **changes})
+    for position, heads in (("alibi", None), (None, "multiquery")):
+        with pytest.raises(ConfigError, match="latent"):
+            with_variant(model_config(fields), position, heads)
+
+
+_YARN_OF_KIMI = {
+    "type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_KIMI: dict[str, Any] = {
+    "model_type": "kimi_k2",
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": _YARN_OF_KIMI,
+    "rope_theta": 50000.0,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+}
+"""Fields as in the published config of Kimi K2."""
+
+
+def test_kimi_k2_is_a_deepseek_v3_with_its_scale_of_scores() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    hf_config = config_object(_KIMI)
+    assert hf_config.model_type == "deepseek_v3"
+    model = model_config(_KIMI)
+    assert model.family == "deepseek_v3"
+    with torch.device("meta"):
+        attention = DeepseekV3Attention(hf_config, 0)
+    assert model.softmax_scale == attention.scaling != attention.qk_head_dim**-0.5
+    assert config_for_task(hf_config, model).model_type == "deepseek_v3"
 
 
 def test_model_of_older_checkpoint_has_fewer_fields_of_experts() -> None:

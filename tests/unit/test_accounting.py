@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from benchmarks.cases import GPT2_LARGE, LLAMA_8B, T5_LARGE
+from lightning_megatron.convert.peft import LoRA, with_adapters
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.planning.devices import peak_flops_per_s
@@ -19,6 +20,7 @@ from lightning_megatron.planning.flops import (
 )
 from lightning_megatron.planning.parameters import (
     active_parameters,
+    adapter_parameters,
     rank_parameters,
     total_parameters,
 )
@@ -149,6 +151,16 @@ def test_rank_parameters_of_stages_and_experts() -> None:
     mixture = _build_both("MixtralForCausalLM", MIXTURES["Mixtral"])[0]
     total, rank = (rank_parameters(mixture, (4,), ParallelConfig(ep=ep), 0) for ep in (1, 4))
     assert total - rank == 4 * 3 * (3 * 24 * 40)
+
+
+def test_adapters_of_latent_attention_and_of_the_dense_layer_are_counted() -> None:
+    model = _build_both("DeepseekV3ForCausalLM", _DEEPSEEK)[0]
+    h, ffn, heads, qk, value = 24, 40, 4, 6 + 4, 5
+    attention = (h + 14) + (14 + heads * qk) + (h + 10 + 4) + (10 + heads * (6 + value))
+    attention += heads * value + h
+    dense = 2 * (h + ffn) + ffn + h
+    adapted = with_adapters(model, LoRA(rank=3))
+    assert adapter_parameters(adapted) == 3 * (4 * attention + dense)
 
 
 def test_flops_of_small_models_equal_hand_calculation() -> None:
