@@ -2,6 +2,7 @@
 
     python examples/reward_llama.py                          # a small Llama with random weights
     python examples/reward_llama.py --model path/to/llama    # yours
+    python examples/reward_llama.py --lora                   # adapters and the head alone
 
 ``--model`` is a Hugging Face directory: config, tokenizer and weights. Its head is new. By configuration:
 lightning-megatron fit --config configs/reward_llama.yaml --model.model path/to/llama --data.tokenizer path/to/llama
@@ -20,6 +21,9 @@ if __name__ == "__main__":  # before the imports below, which take ten seconds
         default=str(Path(__file__).with_name("preferences.jsonl")),
         help="JSON lines with prompt, chosen and rejected: texts, or messages for the tokenizer's chat template",
     )
+    parser.add_argument(
+        "--lora", action="store_true", help="train low-rank adapters and the head alone"
+    )
     parser.add_argument("--max-steps", type=int, default=30)
     parser.add_argument(
         "--output", default="runs/reward_llama", help="directory for the log and the model"
@@ -30,7 +34,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from transformers import AutoTokenizer
 
-from lightning_megatron import MegatronModule, MegatronStrategy, PreferenceDataModule
+from lightning_megatron import LoRA, MegatronModule, MegatronStrategy, PreferenceDataModule
 
 
 def main() -> None:
@@ -46,6 +50,7 @@ def main() -> None:
         task="sequence_classification",
         num_labels=1,  # the reward
         train_step="reward",
+        lora=LoRA(rank=8) if arguments.lora else None,
         lr=1e-3,
     )
     logger = CSVLogger(arguments.output)
@@ -68,7 +73,8 @@ def main() -> None:
     )
     trainer.fit(model, datamodule=data)
     trained = Path(arguments.output) / "model"
-    model.save_pretrained(trained)  # AutoModelForSequenceClassification.from_pretrained loads it
+    # AutoModelForSequenceClassification.from_pretrained loads it; with --lora peft loads the adapters and the head.
+    model.save_pretrained(trained)
     if trainer.is_global_zero:
         AutoTokenizer.from_pretrained(folder).save_pretrained(trained)
         logged = trainer.callback_metrics

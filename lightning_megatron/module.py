@@ -55,7 +55,7 @@ from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
 from lightning_megatron.generate.log_likelihoods import LogLikelihoods
 from lightning_megatron.generate.options import GenerationOptions
 from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
-from lightning_megatron.models.adapter_names import is_adapter
+from lightning_megatron.models.adapter_names import is_trained_with_lora
 from lightning_megatron.models.build import build_chunks, initialize_weights
 from lightning_megatron.models.checks import check_model, size_warning
 from lightning_megatron.models.config import (
@@ -113,8 +113,9 @@ class MegatronModule(pl.LightningModule):
         return_logits: Have ``Trainer.predict`` return the logits of its batches instead (see ``logits``): True on every
             rank of a data-parallel replica, ``last_stage`` on ranks of the last pipeline stage, None elsewhere.
         make_vocab_size_divisible_by: Pad the vocabulary to a multiple of this times tp.
-        lora: Train low-rank adapters and freeze the model's weights; or the directory of a ``peft`` adapter to continue
-            from. A weights-only checkpoint then holds the adapters alone if ``pretrained`` names the base weights.
+        lora: Train low-rank adapters and freeze the model's weights, except for a classification head; or the
+            directory of a ``peft`` adapter to continue from. A weights-only checkpoint then holds the trained weights
+            alone if ``pretrained`` names the base weights.
 
     Raises:
         ConfigError: If the model is unknown, a field of its config is not supported, or it is neither a local path nor
@@ -434,7 +435,7 @@ class MegatronModule(pl.LightningModule):
         missing = None
         if self.pretrained_path is not None:
             missing = load_hugging_face(chunks, self.model_config, self.pretrained_path)
-            if self.adaptation is not None and not all(map(is_adapter, missing)):
+            if self.adaptation is not None and not all(map(is_trained_with_lora, missing)):
                 rank_zero_warn(
                     "lora: expected the weights of the head, which LoRA leaves as they are, got random ones; train the "
                     "head first, without lora"

@@ -94,6 +94,7 @@ def test_example_parses_its_arguments_before_slow_imports(example: str) -> None:
         ),
         ("generate_text.py", ["--max-new-tokens", 3], r"2 prompts continued by runs/shipped/gpt2"),
         exhaustive("reward_llama.py", ["--max-steps", 5], r"5 steps on .*preferences.jsonl: train"),
+        exhaustive("reward_llama.py", ["--max-steps", 5, "--lora"], r"5 steps on .*validation mar"),
         exhaustive("pretrain_clm.py", ["--epochs", 1], r"359 steps: (.*\n)+model and tokenizer: "),
         exhaustive("pretrain_t5.py", ["--max-steps", 5], r"5 steps: .*\nlosses.*\nmodel and tok"),
         exhaustive("classify_bert.py", ["--max-steps", 5], r"5 steps from runs/shipped/megatron-b"),

@@ -10,7 +10,7 @@ from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.runtime import Runtime
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
-from lightning_megatron.models.adapter_names import is_adapter
+from lightning_megatron.models.adapter_names import is_adapter, is_trained_with_lora
 
 EXPERT_BIAS = "transformer_config_overrides.moe_router_enable_expert_bias"
 """Field of a model's description that is set if its router has biases and sigmoids, which no Hugging Face config
@@ -22,6 +22,7 @@ optimizer/distrib_optimizer.py)."""
 
 
 Part = Literal["all", "base", "adapters"]
+"""All weights, those without adapters, or those that are trained with adapters; a classification head is in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,10 @@ def ungathered_weights(chunks: list[Any], part: Part = "all") -> dict[str, Any]:
     state = {}
     for index, chunk in enumerate(chunks):
         weights = unwrap(chunk).sharded_state_dict(metadata=dict(SHARDING))
-        if part != "all":
-            keeps_adapters = part == "adapters"
-            weights = {
-                name: weight
-                for name, weight in weights.items()
-                if is_adapter(name) == keeps_adapters
-            }
+        if part == "base":
+            weights = {name: each for name, each in weights.items() if not is_adapter(name)}
+        elif part == "adapters":
+            weights = {name: each for name, each in weights.items() if is_trained_with_lora(name)}
         state[f"model{index}"] = weights
     return state
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.registry import config_object, family_of, read_json, rules_of
@@ -31,8 +32,8 @@ from lightning_megatron.errors import (
     require_number,
 )
 from lightning_megatron.foreign_names import checks_options
-from lightning_megatron.models.adapter_names import is_adapter
-from lightning_megatron.models.config import Adapters, ModelConfig
+from lightning_megatron.models.adapter_names import is_trained_with_lora
+from lightning_megatron.models.config import CLASSIFICATION, Adapters, ModelConfig
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import local_folder, named_folder
 from lightning_megatron.storage.publish import staged
@@ -71,7 +72,23 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     ),
 }
 """Fields of which only some values are plain LoRA."""
-_TASKS = {"causal_lm": "CAUSAL_LM", "seq2seq_lm": "SEQ_2_SEQ_LM"}
+_TASKS = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+}
+"""``peft``'s name of each task that it knows."""
+_CLASSIFIERS = ("classifier", "score")
+_HEADS = {
+    "sequence_classification": _CLASSIFIERS,
+    "token_classification": _CLASSIFIERS,
+    "question_answering": ("qa_outputs",),
+}
+"""Modules that ``peft`` trains and saves in full, by task: those of them that the model has."""
+_PREFIX = "base_model.model."
+"""Of all names in ``peft``'s files."""
 
 
 @checks_options
@@ -207,8 +224,36 @@ def _matches(module: str, target: str) -> bool:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
+class _AdapterFiles(WeightFiles):
+    """Weights of an adapter; those of its head by their names in the model, without ``peft``'s prefix."""
+
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+        self._stored_name: dict[str, str] = {}
+        for name in files.tensors:
+            own = name if ".lora_" in name else name.removeprefix(_PREFIX)
+            self._stored_name[own] = name
+        super().__init__({own: files.tensors[name] for own, name in self._stored_name.items()})
+
+    @property
+    def num_labels(self) -> int | None:
+        """Rows of the head's matrix; None without a head."""
+        for name, stored in self.tensors.items():
+            if ".lora_" not in name and name.endswith(".weight") and len(stored.shape) == 2:
+                return stored.shape[0]
+        return None
+
+    def read(
+        self,
+        name: str,
+        box: tuple[slice, ...],
+    ) -> Tensor:
+        """See ``WeightFiles``."""
+        return self._files.read(self._stored_name[name], box)
+
+
 class AdapterSource(HuggingFaceSource):
-    """Weights of a ``peft`` adapter."""
+    """Weights of a ``peft`` adapter, and of a classification head that was trained with it."""
 
     kind = "PEFT adapter"
     has_base_weights = False
@@ -222,8 +267,11 @@ class AdapterSource(HuggingFaceSource):
                 f"adapter {path}: expected a directory with {CONFIG} and {WEIGHTS}, got none; correct it"
             )
         self._config = read_json(path / CONFIG)
-        self._files = WeightFiles(read_safetensors(path / WEIGHTS))
-        self.stored = self._files.tensors
+        files = WeightFiles(read_safetensors(path / WEIGHTS))
+        adapter_files = _AdapterFiles(files)
+        self._files = adapter_files
+        self._num_labels = adapter_files.num_labels
+        self.stored = files.tensors
         self.metadata = {"adapter": self._config}
         self.base = str(self._config.get("base_model_name_or_path"))
 
@@ -234,7 +282,11 @@ class AdapterSource(HuggingFaceSource):
             CheckpointError: If the adapter is damaged or is not plain LoRA.
         """
         for name, value in self._config.items():
-            if name in _EXPECTED:
+            if name == "modules_to_save":
+                heads = {module for modules in _HEADS.values() for module in modules}
+                is_plain = heads.issuperset(value or ())
+                supported = f"only heads ({', '.join(sorted(heads))})"
+            elif name in _EXPECTED:
                 is_plain = value in _EXPECTED[name]
                 supported = " or ".join(map(repr, _EXPECTED[name]))
             else:
@@ -264,7 +316,13 @@ class AdapterSource(HuggingFaceSource):
         """See ``Source``; ``config`` is the config of the base model."""
         assert config is not None
         hf_config = config_object(config)
-        model = family_of(hf_config.model_type).model_config(hf_config)
+        of_types = {kind: task for task, kind in _TASKS.items()}
+        task = of_types.get(str(self._config.get("task_type")))
+        if task not in _HEADS:
+            task = None
+        if task in CLASSIFICATION and self._num_labels is not None:
+            hf_config.num_labels = self._num_labels
+        model = family_of(hf_config.model_type).model_config(hf_config, task)
         return Description(with_adapters(model, self.lora()), hf_config)
 
 
@@ -306,15 +364,21 @@ def describe_with_base(
             f"{adapters.path}: expected its base {base_path or adapters.base}, whose weights its adapters need, got "
             f"none ({error})"
         ) from None
-    adapted = adapters.describe(config or base.path).model
+    adapted, hf_config = adapters.describe(config or base.path)
     return ModelSource(
+        # The last one that has a tensor gives it: a head that was trained with adapters.
         parts=(*base.parts, adapters),
         model=replace(
             base.model,
+            task=adapted.task,
+            num_labels=adapted.num_labels,
+            problem_type=adapted.problem_type,
+            classifier_bias=adapted.classifier_bias,
+            classifier_dropout=adapted.classifier_dropout,
             lora=adapted.lora,
             lora_dropout=adapted.lora_dropout,
         ),
-        hf_config=base.hf_config,
+        hf_config=hf_config if adapted.task in _HEADS else base.hf_config,
         kind=f"{adapters.kind} and its base",
         base=str(base.path),
         companions=adapters.companions or base.companions,
@@ -341,8 +405,11 @@ def save_adapter(
     # The engine's import takes seconds.
     from lightning_megatron.engine.collectives import raise_on_all_ranks
 
-    gathered = WeightGatherer(chunks, model, lambda key: is_adapter(key.name)).tensors()
-    tensors = {name: tensor.clone() for name, tensor in gathered if tensor is not None}
+    gatherer = WeightGatherer(chunks, model, lambda key: is_trained_with_lora(key.name))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in gatherer.tensors():
+        if tensor is not None:
+            tensors[_PREFIX + name.removeprefix(_PREFIX)] = tensor.clone()
 
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
@@ -373,8 +440,10 @@ def _adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
     alpha = lora.alpha
     if alpha == int(alpha):
         alpha = int(alpha)
+    heads = _HEADS.get(model.task)
     return {
         "peft_type": "LORA",
+        "modules_to_save": heads and list(heads),
         "task_type": _TASKS.get(model.task),
         "base_model_name_or_path": base,
         "r": lora.rank,

@@ -19,7 +19,7 @@ import torch
 from lightning_megatron.convert.rules import VOCABULARY
 from lightning_megatron.convert.shards import Key, Region
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.adapter_names import is_adapter
+from lightning_megatron.models.adapter_names import is_adapter, is_trained_with_lora
 from lightning_megatron.models.config import ModelConfig
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -98,7 +98,10 @@ class Source(ABC):
 
     def holds(self, key: Key) -> bool:
         """Whether the tensor belongs in this checkpoint; ``match`` is called with such keys only."""
-        return self.has_adapters if is_adapter(key.name) else self.has_base_weights
+        if is_adapter(key.name):
+            return self.has_adapters
+        is_head = is_trained_with_lora(key.name)
+        return self.has_base_weights or (is_head and self.has_adapters)
 
     @abstractmethod
     def match(

@@ -41,11 +41,17 @@ from lightning_megatron.checkpoint.table import read_table, table_reader
 from lightning_megatron.convert.companions import companion_files
 from lightning_megatron.convert.inferred_model import describe_model
 from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
-from lightning_megatron.convert.registry import config_object, differences, family_of, stored_config
+from lightning_megatron.convert.registry import (
+    config_object,
+    differences,
+    family_of,
+    stored_config,
+    with_labels,
+)
 from lightning_megatron.convert.shards import EXPERTS, Key, Region, parse_key
 from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source, Stored
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.models.config import ModelConfig, variant_of
+from lightning_megatron.models.config import CLASSIFICATION, ModelConfig, variant_of
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
 from lightning_megatron.storage.paths import file_sizes
 
@@ -236,7 +242,7 @@ class StrategySource(DistributedSource):
                 "; if a Hugging Face model computes the same, give its config.json with --config"
             )
         if config is not None:
-            hf_config = config_object(config)
+            hf_config = _with_stored_labels(config, stored)
         else:
             hf_config = stored_config(fields, f"checkpoint {self.path}")
         model = family_of(hf_config.model_type).model_config(hf_config, stored.get("task"))
@@ -253,6 +259,17 @@ class StrategySource(DistributedSource):
                 "; give the right one with --config (no config describes models trained with a model_provider)"
             )
         return Description(model, hf_config)
+
+
+def _with_stored_labels(config: Path, stored: Mapping[str, Any]) -> Any:
+    """Config object with the labels of a run, which are its options: ``config`` may be that of a language model."""
+    task = stored.get("task")
+    problem_type = None
+    if task == "sequence_classification":
+        problem_type = stored.get("problem_type")
+    if task not in CLASSIFICATION:
+        return config_object(config)
+    return config_object(with_labels(config, task, stored.get("num_labels"), problem_type))
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -362,7 +362,7 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """The padded vocabulary is a multiple of this times tp."""
     lora: Adapters | None = None
-    """LoRA adapters, trained with all other weights frozen; None to train the weights themselves."""
+    """LoRA adapters, trained with all other weights but a classification head frozen; None to train all weights."""
     lora_dropout: float = 0.0
     """Dropout probability of the adapters' inputs."""
 
@@ -539,6 +539,11 @@ class ModelConfig:
     def has_output_layer(self) -> bool:
         """Whether the model has a vocabulary output layer, not another head instead."""
         return self.task in LANGUAGE_MODELING
+
+    @property
+    def trains_head_with_lora(self) -> bool:
+        """Whether adapters are trained together with the head, in full: that of a classification."""
+        return self.lora is not None and not self.has_output_layer
 
     @property
     def has_pooler(self) -> bool:

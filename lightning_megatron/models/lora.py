@@ -42,7 +42,7 @@ from torch import Tensor
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_adapter
+from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_trained_with_lora
 from lightning_megatron.models.config import ModelConfig
 
 _LAYER = re.compile(r"(\blayers)\.\d+\.")
@@ -225,9 +225,9 @@ def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:
 
 
 def freeze_base(chunk: torch.nn.Module) -> None:
-    """Freeze all weights but adapters."""
+    """Freeze all weights but adapters and a classification head."""
     for name, weight in chunk.named_parameters():
-        weight.requires_grad_(is_adapter(name))
+        weight.requires_grad_(is_trained_with_lora(name))
 
 
 @contextlib.contextmanager

@@ -123,6 +123,9 @@ def model_flops(
         linears, _ = layer_flops(model, lengths, layer, attention)
         frozen += linears
     frozen += head_flops(model, lengths, padded_vocab_size)
+    if model.trains_head_with_lora:
+        # The last linear; a pooler before it is frozen.
+        frozen -= 2.0 * math.prod(head_linears(model, padded_vocab_size, lengths[-1])[-1])
     return flops - frozen + 6.0 * adapter_parameters(model) * lengths[-1]
 
 

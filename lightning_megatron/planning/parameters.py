@@ -61,7 +61,7 @@ def rank_parameters(
 
 
 def adapter_parameters(model: ModelConfig) -> int:
-    """Number of parameters of all LoRA adapters, the only ones trained; 0 without LoRA."""
+    """Number of parameters of all LoRA adapters; 0 without LoRA."""
     if model.lora is None:
         return 0
     sizes = _linears(model)
@@ -80,6 +80,14 @@ def adapter_parameters(model: ModelConfig) -> int:
         for out_size, is_adapted in zip(out_sizes, parts, strict=True):
             if is_adapted:
                 count += layers * model.lora.rank * (in_size + out_size)
+    return count
+
+
+def trained_with_lora(model: ModelConfig) -> int:
+    """Number of parameters that a model with adapters trains: theirs, and those of a classification head."""
+    count = adapter_parameters(model)
+    if model.trains_head_with_lora:
+        count += model.num_labels * (model.hidden_size + model.classifier_bias)
     return count
 
 

@@ -12,10 +12,10 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
 from lightning_megatron.planning.devices import Device, peak_flops_per_s
 from lightning_megatron.planning.parameters import (
-    adapter_parameters,
     chunk_layout,
     expert_parameters,
     rank_parameters,
+    trained_with_lora,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class PlannedRun:
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
         parallel = self.parallel
-        adapters = adapter_parameters(self.model) / (parallel.tp * parallel.pp)
+        adapters = trained_with_lora(self.model) / (parallel.tp * parallel.pp)
         if adapters:
             return {self.dp * parallel.cp: adapters}
         return {**self.parameters(pp_rank)}

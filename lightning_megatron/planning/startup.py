@@ -12,11 +12,11 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
 from lightning_megatron.planning.parameters import (
     active_parameters,
-    adapter_parameters,
     chunk_layout,
     expert_parameters,
     rank_parameters,
     total_parameters,
+    trained_with_lora,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def startup_lines(model: ModelConfig, settings: EngineSettings) -> list[str]:
             rank = f"({tp_rank}, {pp_rank})"
             lines.append(f"Number of parameters on (tensor, pipeline) rank {rank}: {count}")
     if model.lora is not None:
-        trained = adapter_parameters(model)
+        trained = trained_with_lora(model)
         lines.append(
             f"LoRA of rank {model.lora.rank}: {trained} parameters are trained, and all others are frozen"
         )

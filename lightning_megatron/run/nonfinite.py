@@ -19,7 +19,7 @@ from lightning_megatron.convert.hugging_face import files_of_tensors, hugging_fa
 from lightning_megatron.convert.shards import Key, named_shards
 from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import ConfigError, NonFiniteError
-from lightning_megatron.models.adapter_names import is_adapter
+from lightning_megatron.models.adapter_names import is_adapter, is_trained_with_lora
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.storage.publish import recover
 
@@ -37,11 +37,13 @@ class WeightOrigin:
 
     def folder_of(self, key: Key) -> Path | None:
         """Checkpoint or directory with the tensor; None for one that was initialized at random."""
-        of_adapter = is_adapter(key.name)
+        is_trained = is_trained_with_lora(key.name)
         checkpoint = self.checkpoint
-        if checkpoint is not None and (of_adapter or not _has_only_adapters(checkpoint)):
+        if checkpoint is not None and (is_trained or not _has_only_adapters(checkpoint)):
             return checkpoint
-        return self.adapter if of_adapter else self.model
+        if is_adapter(key.name) or (is_trained and self.adapter is not None):
+            return self.adapter
+        return self.model
 
 
 def _has_only_adapters(checkpoint: Path) -> bool:

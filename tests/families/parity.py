@@ -200,11 +200,7 @@ def check_family(
         }
         expected = reference.gradients
         if adapters:
-            expected = {
-                f"base_model.model.{name.replace('.default', '')}": gradient
-                for name, gradient in expected.items()
-                if ".lora_" in name
-            }
+            expected = _trained_with_adapters(expected)
             actual = {name: actual[name] for name in expected}
             _compare_saved_adapters(directory)
         else:
@@ -214,6 +210,25 @@ def check_family(
             loss_error=abs(results[0].loss / reference.loss - 1.0),
             gradient_error=_compare_gradients(actual, expected),
         )
+
+
+def _trained_with_adapters(gradients: Tensors) -> Tensors:
+    """Gradients of adapters and of a head by our names of their weights."""
+    trained = {}
+    for name, gradient in gradients.items():
+        if ".lora_" in name:
+            trained[f"base_model.model.{name.replace('.default', '')}"] = gradient
+        if ".modules_to_save." in name:
+            trained[name.replace(".modules_to_save.default", "")] = gradient
+    return trained
+
+
+_TASK_TYPES = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+"""Tasks in which ``peft`` trains the head, by the ends of transformers' classes."""
 
 
 def with_adapters(hf_model: Any, directory: Path) -> Any:
@@ -236,8 +251,17 @@ def with_adapters(hf_model: Any, directory: Path) -> Any:
         lora_alpha=5,
         target_modules=sorted(ends),
         init_lora_weights=False,
+        task_type=next(
+            (kind for end, kind in _TASK_TYPES.items() if type(hf_model).__name__.endswith(end)),
+            None,
+        ),
     )
-    get_peft_model(hf_model, config).save_pretrained(directory / "adapter")
+    adapted = get_peft_model(hf_model, config)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if ".modules_to_save." in name:
+                weight *= 1.5  # not the head of the base
+    adapted.save_pretrained(directory / "adapter")
     return hf_model
 
 
