@@ -90,8 +90,13 @@ def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [("mixtral", {}), ("qwen2_moe", {"mlp_only_layers": [1]}), ("gpt_oss", {})],
-    ids=["stacked", "numbered layers", "experts in one tensor"],
+    [
+        ("mixtral", {}),
+        ("qwen2_moe", {"mlp_only_layers": [1]}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+    ],
+    ids=["stacked", "numbered layers", "experts in one tensor", "latent attention"],
 )
 def test_experts_round_trip_and_legacy_format_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any]
@@ -106,6 +111,12 @@ def test_experts_round_trip_and_legacy_format_is_refused(
         match=f"expected a model without experts.*, got {family}; use to=megatron or to=hf",
     ):
         converted(tmp_path / "ckpt", tmp_path / "legacy", to="megatron-legacy")
+
+
+def test_legacy_format_has_no_latent_attention(tmp_path: Path) -> None:
+    mixture("deepseek_v3", first_k_dense_replace=4).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"got latent attention \(deepseek_v3\)"):
+        converted(tmp_path / "hf", tmp_path / "legacy", to="megatron-legacy")
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------

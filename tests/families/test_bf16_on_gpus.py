@@ -20,6 +20,7 @@ from tests.families.parity import (
     run_family,
     tiny_model,
 )
+from tests.families.test_experts import mixture
 from tests.families.test_gpts import changes_of, gpt_model
 from tests.families.test_megatron_bert import bert_model
 from tests.marks import on_gpus
@@ -68,6 +69,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{name: partial(_make, name) for name in models()},
     "falcon_alibi": lambda: gpt_model("falcon", changes_of("falcon", "rw")),
     "megatron-bert": lambda: bert_model("MaskedLM"),
+    # Of the widths of published models, whose kernels take values narrower than keys; all its layers are dense.
+    "latent attention": lambda: mixture(
+        "deepseek_v3",
+        first_k_dense_replace=4,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        kv_lora_rank=64,
+    ),
 }
 
 

@@ -137,6 +137,7 @@ MEASURED = [
         62.1,
         False,
     ),
+    ("moonlight-16b-a3b-8layers", 2, 4, 1, {}, 0.5437, 94.5, False),
     ("llama-1b", 4, 2, 1, {}, 0.5001, 51.7, False),
     ("gpt2-large", 12, 1, 4, {}, 0.1690, 27.0, False),
     ("gpt2-large", 24, 2, 1, {}, 0.5819, 54.0, False),
