@@ -7,9 +7,11 @@ from lightning_megatron.callbacks.replica_check import ReplicaCheck as ReplicaCh
 from lightning_megatron.callbacks.sample_text import SampleText as SampleText
 from lightning_megatron.callbacks.spike_guard import SpikeGuard as SpikeGuard
 from lightning_megatron.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
+from lightning_megatron.callbacks.top_logits import TopLogitsWriter as TopLogitsWriter
 from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
 from lightning_megatron.convert.peft import LoRA as LoRA
 from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
+from lightning_megatron.data.top_logits import TopLogitsDataset as TopLogitsDataset
 from lightning_megatron.datamodules.base import MegatronDataModule as MegatronDataModule
 from lightning_megatron.datamodules.dataset import DatasetDataModule as DatasetDataModule
 from lightning_megatron.datamodules.indexed import IndexedDataModule as IndexedDataModule

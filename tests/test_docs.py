@@ -74,7 +74,7 @@ BLOCKS = {
     FROM_FSDP: ["python"],
     FROM_NEMO: ["python"],
     GENERATION: ["bash", "python", "python", "yaml"],
-    DISTILLATION: ["python"],
+    DISTILLATION: ["python", "python"],
     PREFERENCES: ["python"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python"],
@@ -476,7 +476,9 @@ def test_distillation_page_trains(reader: Path) -> None:
         "strategy, max_steps=2)": "strategy, max_steps=2, logger=False, enable_progress_bar=False)"
     }
     check = "trainer.callback_metrics['train_kl_loss'] > 0"
-    _run_python(reader, DISTILLATION, 0, 2, quiet, check)
+    for number in (0, 1):
+        _run_python(reader, DISTILLATION, number, 2, quiet, check)
+    assert (reader / "teacher_logits/top_logits.json").exists()
 
 
 def test_foreign_names_cover_every_accelerate_option() -> None:

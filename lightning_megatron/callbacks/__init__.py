@@ -11,6 +11,7 @@ from lightning_megatron.callbacks.replica_check import ReplicaCheck
 from lightning_megatron.callbacks.sample_text import SampleText
 from lightning_megatron.callbacks.spike_guard import SpikeGuard
 from lightning_megatron.callbacks.throughput import ThroughputMonitor
+from lightning_megatron.callbacks.top_logits import TopLogitsWriter
 
 __all__ = [
     "LossCurve",
@@ -20,4 +21,5 @@ __all__ = [
     "SampleText",
     "SpikeGuard",
     "ThroughputMonitor",
+    "TopLogitsWriter",
 ]

@@ -77,6 +77,8 @@ ADDED = {
     "DistillationTrainStep",
     "PreferenceDataModule",
     "RewardTrainStep",
+    "TopLogitsDataset",
+    "TopLogitsWriter",
 }
 """Public names that the first layout did not have."""
 FORMER_PATHS = [(module, name) for module, names in FORMER_HOMES.items() for name in names]
