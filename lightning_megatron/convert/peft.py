@@ -96,6 +96,8 @@ _PREFIX = "base_model.model."
 class LoRA:
     """Train low-rank adapters beside frozen weights (Hu et al. 2021, arXiv 2106.09685), as ``peft`` does.
 
+    A classification head is trained with them, in full, and saved beside them.
+
     Args:
         rank: Inner dimension of the two matrices of an adapter; ``peft``'s ``r``.
         alpha: The output of adapters is multiplied by alpha / rank; ``peft``'s ``lora_alpha``.

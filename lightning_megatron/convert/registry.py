@@ -83,6 +83,7 @@ REFUSED_TYPES: dict[str, str] = {
     "codegen": _BIASED_HEAD,
     "phi": _BIASED_HEAD,
     "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
+    "mistral3": "it reads images, too; use its text_config, of model_type='ministral3' or 'mistral'",
     "olmo": "its norms have no weights; use model_type='olmo2'",
     "deepseek_v2": "its router selects groups by their largest softmax score, and not as 'deepseek_v3' does",
 }

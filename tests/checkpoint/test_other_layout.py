@@ -92,6 +92,11 @@ DEEPSEEK: dict[str, Any] = {
     "strategy": {"num_microbatches": 1},
 }
 """Projections to latents are replicated, those from latents split over tp."""
+ERNIE: dict[str, Any] = {
+    "model": {**LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2},
+    "strategy": {"num_microbatches": 1},
+}
+"""Biases select experts beside a softmax."""
 APERTUS: dict[str, Any] = {"model": {**LLAMA, "model_type": "apertus"}}
 """Parameters and constants of activations are replicated."""
 EP2: Layout = (2, {"ep": 2})
@@ -121,6 +126,12 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             DEEPSEEK,
             [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
             id="deepseek_v3",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            ERNIE,
+            [TP2_EP2, ONE, PP2_EP2, EP2],
+            id="ernie4_5_moe",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
