@@ -55,11 +55,15 @@ def transformer_config(model: ModelConfig, settings: EngineSettings) -> Transfor
 
 def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     scaling = None
+    softmax_scale = model.softmax_scale
     without_rope = None
     if model.position_embedding_type == "rope":
         # Latent attention multiplies the rotated dimensions, a part of each head.
         if model.latent_attention is None:
             scaling = model.rope_scaling
+        elif softmax_scale is None:
+            # By the width of heads, also where queries are as wide as latents, in generation.
+            softmax_scale = model.kv_channels**-0.5
         if model.no_rope_layers:
             layers = range(model.num_layers)
             without_rope = [int(layer in model.no_rope_layers) for layer in layers]
@@ -70,7 +74,7 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "bias_activation_fusion": device.type == "cuda" and is_swiglu,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": without_rope,
-        "softmax_scale": rope_softmax_scale(model.softmax_scale, model.kv_channels, scaling),
+        "softmax_scale": rope_softmax_scale(softmax_scale, model.kv_channels, scaling),
         # Of the output projection's input; models/latent_attention.py knows the width of queries and keys.
         "kv_channels": model.value_width,
     }

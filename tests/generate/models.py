@@ -39,7 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}
         | {"max_position_embeddings": 12},
     ),
-    "latent_dense": ("deepseek_v3", {"first_k_dense_replace": 4, "q_lora_rank": None}),
+    "latent_dense": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 4, "q_lora_rank": None, "rope_parameters": None},
+    ),
     "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": (
         "falcon",
