@@ -123,35 +123,52 @@ class LatentSelfAttention(Attention):
         attention_mask: Tensor | None,
         angles: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to cached latents, and to those of ``hidden_states``; arguments as for ``forward``.
-
-        One query attends to the latents themselves, as keys and values that all heads share: the matrices that would
-        make keys and values of them are applied to the query and to the output instead (arXiv 2405.04434, section
-        2.1.2). Several queries, those of a prompt, attend to keys and values of each head.
-        """
+        """Attend to cached latents, and to those of ``hidden_states``; arguments as for ``forward``."""
         cache = self.core_attention.kv_cache
         assert isinstance(cache, LatentCache)
-        latent = self.latent
-        widths = (latent.kv_lora_rank, latent.qk_pos_emb_head_dim)
         query = self._queries(hidden_states, angles)
         latents, rotated = self._latents(hidden_states, angles)
         new = torch.cat((latents[:, :, None], rotated), dim=-1)
         cached = cache.extend(new.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
-        if len(query) > 1:
-            of_tokens, rotary_keys = cached.split(widths, dim=-1)
-            key, value = self._expand(of_tokens.squeeze(2), rotary_keys)
-            attended = self.core_attention(query, key, value, attention_mask)
+        if len(query) == 1:
+            attended = self._attend_to_latents(query, cached, attention_mask)
         else:
-            of_keys, of_values = self._up_projections()
-            plain, rotary = query.split((latent.qk_head_dim, latent.qk_pos_emb_head_dim), dim=-1)
-            absorbed = torch.einsum("sbnd,ndr->sbnr", plain, of_keys)
-            shared_query = torch.cat((absorbed, rotary), dim=-1)
-            shared_value = cached[..., : latent.kv_lora_rank]
-            mixed = self.core_attention(shared_query, cached, shared_value, attention_mask)
-            heads = mixed.unflatten(2, (query.shape[2], -1))
-            attended = torch.einsum("sbnr,nvr->sbnv", heads, of_values).flatten(2)
+            latents = cached[:, :, 0, : self.latent.kv_lora_rank]
+            rotated = cached[..., self.latent.kv_lora_rank :]
+            key, value = self._expand(latents, rotated)
+            attended = self.core_attention(query, key, value, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
+
+    def _attend_to_latents(
+        self,
+        query: Tensor,
+        cached: Tensor,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Attention of one query to latents, the keys and values of all heads: [1, b, np/tp * v_head_dim].
+
+        The matrices that would make keys and values of latents are applied to the query and to the output instead
+        (arXiv 2405.04434, section 2.1.2).
+
+        Args:
+            query: [1, b, np/tp, qk_head_dim + qk_pos_emb_head_dim].
+            cached: Latents and rotated keys, [s, b, 1, kv_lora_rank + qk_pos_emb_head_dim].
+            attention_mask: As for the core attention.
+        """
+        plain = query[..., : self.latent.qk_head_dim]
+        rotary = query[..., self.latent.qk_head_dim :]
+        of_keys, of_values = self._up_projections()
+        absorbed = torch.einsum("sbnd,ndr->sbnr", plain, of_keys)
+        mixed = self.core_attention(
+            torch.cat((absorbed, rotary), dim=-1),
+            cached,
+            cached[..., : self.latent.kv_lora_rank],
+            attention_mask,
+        )
+        heads = mixed.unflatten(2, (query.shape[2], -1))
+        values = torch.einsum("sbnr,nvr->sbnv", heads, of_values)
+        return values.flatten(2)
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """Matrices of this rank's heads that make keys and values of latents: [np/tp, ..., kv_lora_rank] each."""

@@ -41,11 +41,16 @@ def rotate_last(
     """
 
     def make(own: Tensor) -> _Table:
-        pairs = own[..., ::2] if interleaved else own[..., : own.shape[-1] // 2]
+        pairs = own[..., : own.shape[-1] // 2]
+        if interleaved:
+            pairs = own[..., ::2]
         return pairs.cos() * factor, pairs.sin() * factor
 
     cosines, sines = _TABLES.get(angles, (factor, interleaved), make)
-    rotate = _rotate_neighbours if interleaved else _rotate_halves
+    rotate = _rotate_halves
+    if interleaved:
+        rotate = _rotate_neighbours
+    # Not for the single tokens of generation, whose kernels are small.
     if len(heads) > 1:
         rotate = compiled_for(heads, rotate)
     rotated: Tensor = rotate(heads, cosines, sines)
@@ -54,13 +59,15 @@ def rotate_last(
 
 def _rotate_neighbours(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     width = 2 * cosines.shape[-1]
-    plain, rotary = heads.split((heads.shape[-1] - width, width), dim=-1)
+    plain = heads[..., :-width]
+    rotary = heads[..., -width:]
     return _joined(plain, rotary[..., ::2], rotary[..., 1::2], (cosines, sines))
 
 
 def _rotate_halves(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    half = cosines.shape[-1]
-    plain, first, second = heads.split((heads.shape[-1] - 2 * half, half, half), dim=-1)
+    width = 2 * cosines.shape[-1]
+    plain = heads[..., :-width]
+    first, second = heads[..., -width:].chunk(2, dim=-1)
     return _joined(plain, first, second, (cosines, sines))
 
 
@@ -72,7 +79,9 @@ def _joined(
 ) -> Tensor:
     """Heads of dimensions that are not rotated, and of pairs that are."""
     cosines, sines = table
-    real = first.float() * cosines - second.float() * sines
-    imaginary = second.float() * cosines + first.float() * sines
-    parts = (plain, real.to(plain.dtype), imaginary.to(plain.dtype))
-    return torch.cat(parts, dim=-1)
+    first = first.float()
+    second = second.float()
+    real = first * cosines - second * sines
+    imaginary = second * cosines + first * sines
+    rotated = torch.cat((real, imaginary), dim=-1)
+    return torch.cat((plain, rotated.to(plain.dtype)), dim=-1)
