@@ -17,6 +17,7 @@ FOREIGN = r"(?:torch|lightning|megatron|transformers|safetensors)"
 PUBLIC_DESPITE_UNDERSCORE = {"_replace", "_exit", "_current_frames"}
 """Documented by Python: of named tuples, ``os`` and ``sys``."""
 NOT_NAMES = {
+    "_attention_mask",  # of keys of batches
     "_bias",
     "_blocks",
     "_call_",  # parts of names
@@ -25,6 +26,8 @@ NOT_NAMES = {
     "_dropout",
     "_fingerprint",
     "_flex_",
+    "_input_ids",  # of keys of batches
+    "_logps",  # of keys of batches
     "_lora",
     "_lr_x",
     "_relative_pos_emb",  # in Megatron-LM's files
