@@ -50,8 +50,8 @@ def rotate_last(
     rotate = _rotate_halves
     if interleaved:
         rotate = _rotate_neighbours
-    # Not for the single tokens of generation, whose kernels are small.
-    if len(heads) > 1:
+    # Neither single tokens nor the one head of keys: they are small, and torch compiles a function for few shapes.
+    if len(heads) > 1 and heads.shape[2] > 1:
         rotate = compiled_for(heads, rotate)
     rotated: Tensor = rotate(heads, cosines, sines)
     return rotated
