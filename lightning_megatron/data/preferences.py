@@ -211,12 +211,13 @@ class PreferenceSamples:
         source = self.answers
         length = self.seq_length
         if self.pad_to_multiple_of is not None:
-            lengths = [source.lengths[2 * index : 2 * index + 2].max() for index in indices]
-            longest = int(max(lengths))
+            of_pairs = source.lengths.reshape(-1, 2)[list(indices)]
+            longest = int(of_pairs.max())
             length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         rows: Rows = {}
         for number, name in enumerate(_ANSWERS):
-            tokens = np.full((len(indices), length), int(source.padding_token), np.int64)
+            shape = (len(indices), length)
+            tokens = np.full(shape, int(source.padding_token), np.int64)
             mask = np.zeros_like(tokens)
             labels = np.full_like(tokens, _NO_TARGET)
             for row, index in enumerate(indices):

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_megatron.errors import CheckpointError, DataError
+from lightning_megatron.errors import DataError
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.storage.checksums import FileChecksums, verify_checksums, write_checksums
 
@@ -58,16 +58,32 @@ class TopLogitsPart:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in _FILES}
-        self._checksums = {name: FileChecksums() for name in _FILES}
+        self._files: dict[str, BinaryIO] = {}
+        self._checksums: dict[str, FileChecksums] = {}
+        for name in _FILES:
+            self._files[name] = (folder / name).open("wb")
+            self._checksums[name] = FileChecksums()
 
-    def append(self, row: Mapping[str, Any], ids: Tensor, logits: Tensor) -> None:
-        """Append a row: what the model read, and the tokens [s, k] and their logits [s, k]."""
+    def append(
+        self,
+        row: Mapping[str, Any],
+        ids: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Append a row.
+
+        Args:
+            row: What the model read, as for ``row_key``.
+            ids: Tokens, [s, k], on the host.
+            logits: Their logits, [s, k], on the host.
+        """
+        tokens = ids.int().numpy()
+        values = logits.float().numpy()
         content = {
             "keys.bin": row_key(row),
-            "lengths.bin": np.int32(len(ids)).tobytes(),
-            "ids.bin": ids.int().cpu().numpy().tobytes(),
-            "logits.bin": logits.float().cpu().numpy().tobytes(),
+            "lengths.bin": np.int32(len(tokens)).tobytes(),
+            "ids.bin": tokens.tobytes(),
+            "logits.bin": values.tobytes(),
         }
         for name, data in content.items():
             self._files[name].write(data)
@@ -94,7 +110,10 @@ def write_manifest(
         k: Tokens per position.
         facts: What else it says, as plain data: of which model the logits are.
     """
-    num_rows = sum((folder / part / "keys.bin").stat().st_size for part in parts) // _KEY_BYTES
+    num_bytes = 0
+    for part in parts:
+        num_bytes += (folder / part / "keys.bin").stat().st_size
+    num_rows = num_bytes // _KEY_BYTES
     manifest = {
         "format_version": _FORMAT_VERSION,
         "k": k,
@@ -102,7 +121,8 @@ def write_manifest(
         "num_rows": num_rows,
         **facts,
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(manifest, indent=1)
+    (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")
     return num_rows
 
 
@@ -111,7 +131,8 @@ class _OpenPart:
 
     def __init__(self, folder: Path, k: int) -> None:
         self.lengths = np.fromfile(folder / "lengths.bin", dtype=np.int32)
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        ends_of_rows = np.cumsum(self.lengths, dtype=np.int64)
+        self.starts = np.concatenate([[0], ends_of_rows])
         shape = (int(self.starts[-1]), k)
         self.ids = _mapped(folder / "ids.bin", np.dtype(np.int32), shape)
         self.logits = _mapped(folder / "logits.bin", np.dtype(np.float32), shape)
@@ -167,11 +188,21 @@ class TopLogitsDataset:
             manifest = json.loads(path.read_text(encoding="utf-8"))
             if manifest["format_version"] != _FORMAT_VERSION:
                 raise ValueError(f"format version {manifest['format_version']}")
+            k = int(manifest["k"])
+            # Names alone: a manifest may not lead out of its folder.
             folders = [self.folder / Path(part).name for part in manifest["parts"]]
-            for folder in folders if is_new else ():
-                verify_checksums(folder)
-            self._parts = [_OpenPart(folder, int(manifest["k"])) for folder in folders]
-        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+            if is_new:
+                for folder in folders:
+                    verify_checksums(folder)
+            self._parts = [_OpenPart(folder, k) for folder in folders]
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise DataError(f"{self.folder} is damaged ({error}); write it again") from None
         self._places: dict[bytes, tuple[int, int]] = {}
         for number, part in enumerate(self._parts):
@@ -206,10 +237,12 @@ class TopLogitsDataset:
         number, place = self._find(index, row)
         part = self._parts[number]
         positions = slice(part.starts[place], part.starts[place + 1])
+        ids = part.ids[positions].astype(np.int64)
+        logits = np.array(part.logits[positions])  # a copy, which may be written to
         return {
             **row,
-            "teacher_ids": torch.from_numpy(part.ids[positions].astype(np.int64)),
-            "teacher_logits": torch.from_numpy(np.array(part.logits[positions])),
+            "teacher_ids": torch.from_numpy(ids),
+            "teacher_logits": torch.from_numpy(logits),
         }
 
     def _find(self, index: int, row: Mapping[str, Any]) -> tuple[int, int]:

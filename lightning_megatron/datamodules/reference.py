@@ -23,6 +23,7 @@ from lightning_megatron.data.samples import SavedArrays
 from lightning_megatron.engine.collectives import all_gather_rows, raise_on_all_ranks
 from lightning_megatron.engine.objective import Batch, Output
 from lightning_megatron.engine.schedule import Schedule
+from lightning_megatron.errors import DataError
 from lightning_megatron.steps.dpo import PreferencePairs, answer_logps
 
 _FORMAT_VERSION = 1
@@ -71,6 +72,11 @@ class ReferencePass:
                 folder = str(self.cache.absolute() / f"reference-{key.hexdigest()[:24]}")
                 if is_built(folder):
                     cached = _Cached.load(folder).logps
+                    if cached.shape != (num_pairs, 2) or cached.dtype != np.float32:
+                        raise DataError(
+                            f"{folder}: expected log-probabilities of {num_pairs} pairs, got {cached.dtype} of the "
+                            f"shape {list(cached.shape)}; delete it"
+                        )
         cached = strategy.broadcast(cached)
         if cached is not None:
             rank_zero_info(

@@ -139,7 +139,8 @@ class DistillationTrainStep(GPTTrainStep):
                 "input_ids of the teacher", tokens, self._teacher_model, shortest=shortest
             )
         if of_teacher:
-            _check_top(of_teacher, len(tokens), tokens.shape[1] - shortest + 1, self.model)
+            length = tokens.shape[1] - shortest + 1
+            _check_top(of_teacher, len(tokens), length, self.model)
 
     def _split(self, batch: Batch) -> tuple[Batch, Batch]:
         """What a batch has of a teacher, and the rest.
@@ -225,7 +226,8 @@ class DistillationTrainStep(GPTTrainStep):
             labels: [b, s/cp].
         """
         group = student.pg_collection.tp
-        cross_entropy = token_losses(logits, labels.transpose(0, 1).contiguous(), group)
+        targets = labels.transpose(0, 1).contiguous()
+        cross_entropy = token_losses(logits, targets, group)
         if _HIDDEN in batch:
             assert self._teacher_chunks is not None
             teacher = unwrap(self._teacher_chunks[-1])
@@ -237,7 +239,8 @@ class DistillationTrainStep(GPTTrainStep):
                 student.own_tokens(batch[name]).transpose(0, 1).contiguous() for name in _TOP
             )
             divergences = token_top_divergences(logits, ids, goals, self.temperature, group)
-        return torch.stack([cross_entropy, divergences], dim=-1).transpose(0, 1).contiguous()
+        both = torch.stack([cross_entropy, divergences], dim=-1)
+        return both.transpose(0, 1).contiguous()
 
     @override
     def loss_func(
@@ -292,7 +295,8 @@ def _check_top(
         DataError: If a shape is not [rows, length, k], a token is not in the vocabulary, or a position has no token.
     """
     ids, logits = (of_teacher[name] for name in _TOP)
-    if ids.dim() != 3 or tuple(ids.shape[:2]) != (rows, length) or ids.shape[2] == 0:
+    has_rows = tuple(ids.shape[:2]) == (rows, length)
+    if ids.dim() != 3 or not has_rows or ids.shape[2] == 0:
         raise DataError(
             f"teacher_ids: expected the shape [{rows}, {length}, k], one row of tokens per position, got "
             f"{list(ids.shape)}; correct it"

@@ -159,9 +159,9 @@ def _train(
 
 _CASES = [
     pytest.param("llama", "gpt2", FOUR_RANKS, None, id="tp2-pp2-sp"),
-    pytest.param("llama", "llama", _CP_TP, TOP, id="top-cp2-tp2-sp"),
 ]
 _RARER_CASES = [
+    exhaustive("llama", "llama", _CP_TP, TOP, id="top-cp2-tp2-sp"),
     exhaustive("llama", "llama", Layout(), None, id="one_process"),
     exhaustive("gpt2", "llama", TP2_SP, None, id="tp2-sp"),
     exhaustive("llama", "llama", INTERLEAVED, None, id="vpp"),

@@ -220,9 +220,9 @@ def compare_steps(
 
 _CASES = [
     pytest.param("llama", FOUR_RANKS, SIGMOID, id="sigmoid-tp2-pp2-sp"),
-    pytest.param("llama", _CP_TP, IPO, id="ipo-cp2-tp2-sp"),
 ]
 _RARER_CASES = [
+    exhaustive("llama", _CP_TP, IPO, id="ipo-cp2-tp2-sp"),
     exhaustive("llama", Layout(), SIGMOID, id="one_process"),
     exhaustive("llama", TP2_SP, HINGE, id="hinge-tp2-sp"),
     exhaustive("llama", INTERLEAVED, IPO, id="ipo-vpp"),

@@ -202,7 +202,7 @@ def _one_rank(folder: str, change: Any, options: dict[str, Any]) -> list[list[st
 @pytest.mark.parametrize(
     ("change", "options", "num_computed"),
     [
-        pytest.param(None, {}, 0, id="nothing"),
+        exhaustive(None, {}, 0, id="nothing"),
         pytest.param(_touched, {}, 2, id="weights"),
         pytest.param(_other_pair, {}, 1, id="data"),
         pytest.param(_damaged, {}, 2, id="damage"),

@@ -51,7 +51,12 @@ def _train(directory: str, folder: str, layout: Layout) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "layout", [PP2_DP2, *(exhaustive(each) for each in (Layout(), TP2_SP, FOUR_RANKS))], ids=str
+    "layout",
+    [
+        Layout(dp=2, num_microbatches=2),
+        *(exhaustive(each) for each in (Layout(), TP2_SP, PP2_DP2, FOUR_RANKS)),
+    ],
+    ids=str,
 )
 def test_files_have_the_logits_of_transformers(layout: Layout, tmp_path: Path) -> None:
     hf_model = tiny("llama")

@@ -16,6 +16,22 @@ from torch import Tensor
 from lightning_megatron.engine.ops.compiled import compiled_for
 
 
+def _scaled_softmax(
+    logits: Tensor,
+    temperature: float,
+    log_sum: Tensor,
+) -> Tensor:
+    """A shard's probabilities at a temperature: [s, b, v/tp], float32.
+
+    Args:
+        logits: [s, b, v/tp].
+        temperature: The temperature.
+        log_sum: [s, b]: log-sum-exp of the full vocabulary's logits at the temperature.
+    """
+    scores = logits.float() / temperature
+    return (scores - log_sum.unsqueeze(-1)).exp()
+
+
 def _shard_statistics(
     student: Tensor,
     teacher: Tensor,
@@ -32,11 +48,12 @@ def _shard_statistics(
     smallest = torch.finfo(torch.float32).min
     largest = scores.amax(-1).clamp(min=smallest)
     largest_goal = goals.amax(-1).clamp(min=smallest)
-    total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
+    exponentials = (scores - largest.unsqueeze(-1)).exp()
     weights = (goals - largest_goal.unsqueeze(-1)).exp()
     differences = torch.where(weights > 0, goals - scores, 0.0)
     dot = (weights * differences).sum(-1)
-    return torch.stack([largest, largest_goal]), torch.stack([total, weights.sum(-1), dot])
+    sums = torch.stack([exponentials.sum(-1), weights.sum(-1), dot])
+    return torch.stack([largest, largest_goal]), sums
 
 
 def _shard_gradient(
@@ -47,9 +64,10 @@ def _shard_gradient(
     temperature: float,
 ) -> Tensor:
     """Gradient of the student's logits, in their dtype: the difference of the probabilities, by the temperature."""
-    probabilities = (student.float() / temperature - log_sums[0].unsqueeze(-1)).exp()
-    goals = (teacher.float() / temperature - log_sums[1].unsqueeze(-1)).exp()
-    gradient = (probabilities - goals) * (upstream.float() / temperature).unsqueeze(-1)
+    probabilities = _scaled_softmax(student, temperature, log_sums[0])
+    goals = _scaled_softmax(teacher, temperature, log_sums[1])
+    factors = upstream.float() / temperature
+    gradient = (probabilities - goals) * factors.unsqueeze(-1)
     return gradient.to(student.dtype)
 
 
@@ -76,7 +94,8 @@ class VocabParallelDivergence(torch.autograd.Function):
         log_sums = largest + sums[:2].log()
         ctx.temperature = temperature
         ctx.save_for_backward(student, teacher, log_sums)
-        divergence: Tensor = sums[2] / sums[1] - log_sums[1] + log_sums[0]
+        mean_difference = sums[2] / sums[1]
+        divergence: Tensor = mean_difference - log_sums[1] + log_sums[0]
         return divergence
 
     @staticmethod
@@ -111,6 +130,17 @@ def token_divergences(
 # ---- the teacher's top-k logits -------------------------------------------------------------------------------------
 
 
+def _own_columns(
+    ids: Tensor,
+    first: int,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Column of each token in a shard that begins with token ``first``, 0 for others, and whether it is there."""
+    columns = ids - first
+    is_here = (columns >= 0) & (columns < width)
+    return columns.masked_fill(~is_here, 0), is_here
+
+
 def _top_statistics(
     student: Tensor,
     ids: Tensor,
@@ -126,10 +156,9 @@ def _top_statistics(
     smallest = torch.finfo(torch.float32).min
     largest = scores.amax(-1).clamp(min=smallest)
     total = (scores - largest.unsqueeze(-1)).exp().sum(-1)
-    columns = ids - first
-    is_here = (columns >= 0) & (columns < student.shape[-1])
-    own = student.gather(-1, columns.clamp(0, student.shape[-1] - 1)).float() / temperature
-    mean = (weights * torch.where(is_here, own, 0.0)).sum(-1)
+    index, is_here = _own_columns(ids, first, student.shape[-1])
+    own = torch.where(is_here, scores.gather(-1, index), 0.0)
+    mean = (weights * own).sum(-1)
     return largest, torch.stack([total, mean])
 
 
@@ -143,12 +172,12 @@ def _top_gradient(
     temperature: float,
 ) -> Tensor:
     """Gradient of the student's logits, in their dtype."""
-    probabilities = (student.float() / temperature - log_sum.unsqueeze(-1)).exp()
-    columns = ids - first
-    is_here = (columns >= 0) & (columns < student.shape[-1])
+    probabilities = _scaled_softmax(student, temperature, log_sum)
+    index, is_here = _own_columns(ids, first, student.shape[-1])
     goals = torch.where(is_here, weights, 0.0)
-    difference = probabilities.scatter_add(-1, columns.clamp(0, student.shape[-1] - 1), -goals)
-    gradient = difference * (upstream.float() / temperature).unsqueeze(-1)
+    difference = probabilities.scatter_add(-1, index, -goals)
+    factors = upstream.float() / temperature
+    gradient = difference * factors.unsqueeze(-1)
     return gradient.to(student.dtype)
 
 
@@ -172,7 +201,8 @@ class VocabParallelTopDivergence(torch.autograd.Function):
             of_shard = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
             total, mean = sums.unbind()
-            sums = torch.stack([total * (of_shard - largest).exp(), mean])
+            rescaling = (of_shard - largest).exp()
+            sums = torch.stack([total * rescaling, mean])
             dist.all_reduce(sums, group=tp_group)
         log_sum = largest + sums[0].log()
         ctx.temperature = temperature
@@ -217,8 +247,8 @@ def token_top_divergences(
     Returns:
         [s, b], float32, the same on every TP rank.
     """
-    goals = logits.float().masked_fill(ids < 0, -torch.inf) / temperature
-    weights = torch.softmax(goals, dim=-1)
+    goals = logits.float().masked_fill(ids < 0, -torch.inf)
+    weights = torch.softmax(goals / temperature, dim=-1)
     divergences: Tensor = VocabParallelTopDivergence.apply(  # type: ignore[no-untyped-call]
         student, ids, weights, temperature, tp_group
     )
