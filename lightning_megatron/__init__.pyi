@@ -21,6 +21,9 @@ from lightning_megatron.datamodules.instructions import (
 from lightning_megatron.datamodules.preferences import (
     PreferenceDataModule as PreferenceDataModule,
 )
+from lightning_megatron.datamodules.streaming_text import (
+    StreamingTextDataModule as StreamingTextDataModule,
+)
 from lightning_megatron.datamodules.text_evaluation import (
     TextEvaluationDataModule as TextEvaluationDataModule,
 )

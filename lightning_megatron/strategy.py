@@ -34,6 +34,7 @@ from lightning_megatron.data.resumable import (
     is_map_style,
     resize_batches,
 )
+from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.workers import let_workers_end
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
@@ -545,7 +546,7 @@ class MegatronStrategy(DDPStrategy):
             if state is not None:
                 loader.load_state_dict(state)
         self._loader_marks_steps = False
-        if isinstance(loader, (ResumableLoader, TrainLoader)):
+        if isinstance(loader, (ResumableLoader, StreamLoader, TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
             self._loader_marks_steps = True
         return loader

@@ -48,6 +48,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
     PLANNER,
     PREFERENCES,
     SEVERAL_HOSTS,
+    STREAMS,
 ) = (
     f"docs/{name}.md"
     for name in (
@@ -62,6 +63,7 @@ from tests.tokenizers import byte_level_tokenizer, make_tokenizer
         "planner",
         "preferences",
         "several_hosts",
+        "streams",
     )
 )
 README = "README.md"
@@ -76,6 +78,7 @@ BLOCKS = {
     GENERATION: ["bash", "python", "python", "yaml"],
     DISTILLATION: ["python", "python"],
     PREFERENCES: ["python"],
+    STREAMS: ["python"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python"],
     "docs/which_layout.md": ["bash"],  # likewise
@@ -469,6 +472,18 @@ def test_preferences_page_trains(reader: Path) -> None:
     check = "float(trainer.callback_metrics['train_accuracy']) in (0, 0.5, 1)"
     _run_python(reader, PREFERENCES, 0, 2, quiet, check)
     assert len(list((reader / "reference_logps").glob("*/depends_on.json"))) == 2
+
+
+def test_streams_page_trains(reader: Path) -> None:
+    for name in ("web", "books"):
+        (reader / "data" / name).mkdir(parents=True)
+        (reader / "data" / name / "a.txt").write_text(f"A text of {name}. " * 40)
+    smaller = {
+        "strategy, max_steps=2)": "strategy, max_steps=2, logger=False, enable_progress_bar=False)",
+        "seq_length=4096": "seq_length=32",
+        "num_workers=2": "num_workers=0",
+    }
+    _run_python(reader, STREAMS, 0, 2, smaller, "trainer.global_step == 2")
 
 
 def test_distillation_page_trains(reader: Path) -> None:

@@ -105,3 +105,15 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def number_tokenizer(count: int) -> Any:
+    """Tokenizer of the words ``0`` to ``count - 1``, each one token of that id, and an end-of-sequence token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {str(number): number for number in range(count)}
+    vocabulary[END] = count
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)

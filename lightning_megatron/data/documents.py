@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,6 +188,43 @@ def read_records(
                 yield location, record
 
 
+def text_of_row(row: Mapping[str, Any], key: str, location: str) -> str:
+    """Text under ``key`` of a table row or a JSON object at ``location``.
+
+    Raises:
+        DataError: If there is none.
+    """
+    texts = _extract_texts(row, [key], Decoder(TextEncoding()))
+    if isinstance(texts, str):
+        raise DataError(f"{location} {texts}")
+    return texts[0]
+
+
+def text_of_line(line: bytes, key: str, location: str) -> str:
+    """Text under ``key`` of the JSON line at ``location``.
+
+    Raises:
+        DataError: If there is none.
+    """
+    decoder = Decoder(TextEncoding(), fix="save it as UTF-8, the encoding of JSON lines")
+    record = _parse_line(line, decoder)
+    if isinstance(record, str):
+        raise DataError(f"{location} {record}")
+    return text_of_row(record, key, location)
+
+
+def text_of_file(path: str) -> str:
+    """Text of a file in UTF-8, plain or compressed.
+
+    Raises:
+        DataError: If it cannot be read, or is no text.
+    """
+    texts = _read_text(path, None, Decoder(TextEncoding(), fix="save it as UTF-8"))
+    if isinstance(texts, str):
+        raise DataError(f"{path} {texts}")
+    return texts[0]
+
+
 def _documents(
     piece: Piece, keys: Sequence[str], decoder: Decoder
 ) -> Iterator[tuple[str, tuple[str, ...] | str]]:
@@ -288,7 +325,7 @@ def _parse_line(line: bytes, decoder: Decoder) -> dict[str, Any] | str:
 
 
 def _extract_texts(
-    record: dict[str, Any], keys: Sequence[str], decoder: Decoder
+    record: Mapping[str, Any], keys: Sequence[str], decoder: Decoder
 ) -> tuple[str, ...] | str:
     texts = []
     for key in keys:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.loader import TrainLoader
+from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.errors import ConfigError, DataError
 
 
@@ -51,8 +52,9 @@ def resize_batches(loader: object, requested: int, num_microbatches: int) -> obj
     Raises:
         ConfigError: If its batches are not made by a ``batch_size`` that ``requested`` divides.
     """
-    # A TrainLoader sizes batches itself.
-    if requested == num_microbatches or isinstance(loader, TrainLoader):
+    # These size batches themselves.
+    sizes_itself = isinstance(loader, (StreamLoader, TrainLoader))
+    if requested == num_microbatches or sizes_itself:
         return loader
     rows = getattr(loader, "batch_size", None)
     has_plain_batches = is_map_style(loader) and type(loader.batch_sampler) is BatchSampler

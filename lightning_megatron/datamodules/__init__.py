@@ -9,6 +9,7 @@ from lightning_megatron.datamodules.dataset import DatasetDataModule
 from lightning_megatron.datamodules.indexed import IndexedDataModule
 from lightning_megatron.datamodules.instructions import InstructionDataModule
 from lightning_megatron.datamodules.preferences import PreferenceDataModule
+from lightning_megatron.datamodules.streaming_text import StreamingTextDataModule
 from lightning_megatron.datamodules.text_evaluation import TextEvaluationDataModule
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "InstructionDataModule",
     "MegatronDataModule",
     "PreferenceDataModule",
+    "StreamingTextDataModule",
     "TextEvaluationDataModule",
 ]

@@ -59,6 +59,7 @@ MANY_PARAMETERS = {
     "InstructionDataModule.__init__",  # likewise
     "PreferenceDataModule.__init__",  # likewise
     "DatasetDataModule.__init__",  # likewise
+    "StreamingTextDataModule.__init__",  # likewise
     "TextEvaluationDataModule.__init__",  # likewise
     "SDPAttention.__init__",  # Megatron-Core prescribes the signature
 }

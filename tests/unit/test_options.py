@@ -24,6 +24,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "MegatronModule": {"model": _GPT2},
     "PreferenceDataModule": {"data_path": "x", "tokenizer": "x"},
     "SampleText": {"tokenizer": "x", "prompts": "x"},
+    "StreamingTextDataModule": {"data_path": "x", "tokenizer": "x"},
     "TextEvaluationDataModule": {"data_path": "x", "tokenizer": "x"},
 }
 """Arguments without which a class cannot be made."""
