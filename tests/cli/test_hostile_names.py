@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[_Server]
     """The server, which is also the hub, online, with an empty cache."""
     from huggingface_hub import constants
 
+    # Now, so that the sockets of ranks are not below tmp_path: their paths are at most 107 bytes long.
+    get_temp_dir()
     with _Server() as server:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
