@@ -116,6 +116,7 @@ def test_sigmoid_routing_equals_megatron(groups: tuple[int, int] | None) -> None
         topk=4,
         expert_bias=bias,
         score_function="sigmoid",
+        _min_topk_sum=0.0,
         training=False,
         config=config,
     )
