@@ -67,6 +67,7 @@ from lightning_megatron.models.config import (
     with_variant,
 )
 from lightning_megatron.models.lora import freeze_base, merged
+from lightning_megatron.models.matrices import check_matrices
 from lightning_megatron.planning.startup import check_host_memory, startup_lines
 from lightning_megatron.steps import train_step_named
 from lightning_megatron.steps.base import TrainStep
@@ -304,6 +305,8 @@ class MegatronModule(pl.LightningModule):
         # The steps of epochs are known once there is data: configure_optimizers checks them.
         if self.trainer.state.fn not in (None, "fit"):
             return
+        if self.optimizer_options.name == "muon":
+            check_matrices(self.model_config)
         if self.trainer.max_steps > 0:
             self._schedule_settings()
         if self.adaptation:
@@ -337,7 +340,7 @@ class MegatronModule(pl.LightningModule):
         return scheduler_settings(
             self.lr_schedule,
             self.lr,
-            self.optimizer_options.weight_decay,
+            self.optimizer_options.used_weight_decay,
             self._total_steps,
         )
 

@@ -41,6 +41,7 @@ from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.engine.finite_check import FiniteCheck
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
 from lightning_megatron.engine.ops.fp8 import known_recipe
+from lightning_megatron.engine.ops.matrix_shards import Matrices
 from lightning_megatron.engine.optimizer import (
     Gradients,
     MegatronOptimizer,
@@ -65,6 +66,7 @@ from lightning_megatron.errors import (
     require_number,
 )
 from lightning_megatron.foreign_names import checks_options
+from lightning_megatron.models.matrices import matrices_of
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
 from lightning_megatron.run.check import check_trainer, check_world_size
@@ -518,11 +520,15 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: If there is no model to train yet, or an option is invalid.
         """
+        matrices: dict[torch.nn.Parameter, Matrices] = {}
+        if options.name == "muon":
+            matrices = matrices_of(self.chunks)
         context = OptimizerContext(
             settings=self.settings,
             engine=self.engine,
             may_skip=self.on_nan == "skip",
             max_skips_in_a_row=self.max_skips_in_a_row,
+            matrices=matrices,
         )
         with self.engine():
             return MegatronOptimizer(self.chunks, options, lr, context)

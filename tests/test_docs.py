@@ -80,7 +80,7 @@ BLOCKS = {
     PREFERENCES: ["python"],
     STREAMS: ["python"],
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
-    TRAINING: ["python", "python"],
+    TRAINING: ["python", "python", "yaml"],
     "docs/which_layout.md": ["bash"],  # likewise
     SEVERAL_HOSTS: ["bash", "bash"],  # run on several hosts by tests/hosts
 }
@@ -375,6 +375,7 @@ def test_readme_is_short_and_links_exist() -> None:
 YAML = {
     README: "cli.trainer.strategy.num_microbatches == 16 and type(cli.datamodule).__name__ == 'IndexedDataModule'",
     CHECKPOINTS: "cli.config.trainer.strategy.init_args['load_from']['step'] == 300",
+    TRAINING: "cli.model.optimizer_options.name == 'muon' and cli.model.optimizer_options.adjust_lr != 'original'",
     GENERATION: f"[(x.tokenizer, tuple(x.prompts), x.every_n_steps, x.generation.max_new_tokens, x.generation.top_p)"
     f" for x in cli.trainer.callbacks if type(x).__name__ == 'SampleText'] == [('llama', {PROMPTS}, 500, 40, 0.9)]",
 }

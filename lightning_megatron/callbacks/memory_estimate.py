@@ -38,6 +38,7 @@ class MemoryEstimate(Callback):
             rows=rows,
             lengths=tuple(lengths),
             world_size=trainer.world_size,
+            uses_muon=pl_module.optimizer_options.name == "muon",  # type: ignore[union-attr]
         )
         expected = memory(run)
         available = torch.cuda.get_device_properties(strategy.root_device).total_memory

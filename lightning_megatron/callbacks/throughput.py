@@ -193,6 +193,7 @@ def _estimates(
         rows=shape.micro_batch_size * shape.sequences_per_row,
         lengths=lengths,
         world_size=world_size,
+        uses_muon=strategy.lightning_module.optimizer_options.name == "muon",
     )
     expected = plan(run, device)
     return {

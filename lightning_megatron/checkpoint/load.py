@@ -214,7 +214,17 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> Path:
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
         run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
+        _report_new_moments(run.optimizer.state_format, meta)
     return path
+
+
+def _report_new_moments(own: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Say that moments begin at zero where the checkpoint has those of another optimizer."""
+    saved = (meta.get("optimizer_format") or {}).get("algorithm")
+    if saved is not None and saved != own["algorithm"]:
+        rank_zero_info(
+            f"The moments of {own['algorithm']} begin at zero: the checkpoint has those of {saved}"
+        )
 
 
 def _load_strictly(

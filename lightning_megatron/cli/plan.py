@@ -53,6 +53,8 @@ class PlanOptions:
     """The Trainer's precision."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Short form of --precision: bf16-mixed, 16-mixed or 32-true."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer: muon has one moment of the layers' matrices, adamw two of all weights."""
     top: int = 10
     """Number of layouts to list."""
     output: Path | None = None
@@ -108,6 +110,7 @@ def plan(options: PlanOptions) -> None:
         else (options.seq_length,),
         world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
+        uses_muon=options.optimizer == "muon",
     )
     found = plans(run, options.global_batch_size, device)[: options.top]
     print("\n".join(_table(found, device)))
@@ -257,6 +260,8 @@ def _yaml(
         "trainer.num_nodes": max(1, options.gpus // 8),
     }
     settings |= {"trainer.precision": run.precision, "model.model": model}
+    if run.uses_muon:
+        settings["model.optimizer.name"] = "muon"
     settings |= {
         "data.seq_length": options.seq_length,
         "data.micro_batch_size": run.micro_batch_size,

@@ -21,13 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from lightning_megatron.engine import optimizer_state
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.grad_norm import GradientNorm
 from lightning_megatron.engine.ops.adam import MasterOptimizer
+from lightning_megatron.engine.ops.matrix_shards import Matrices, MatrixGroup, MatrixShard
+from lightning_megatron.engine.ops.muon import MatrixUpdates
 from lightning_megatron.engine.optimizer_options import (
     OptimizerOptions,
     engine_config,
@@ -63,6 +67,8 @@ class OptimizerContext:
     """Whether training continues after a skipped step: each step's outcome must then be known before the next step."""
     max_skips_in_a_row: int
     """How many overflows in a row may be skipped with a loss scale that cannot be lowered."""
+    matrices: Mapping[torch.nn.Parameter, Matrices]
+    """How the parameters that Muon updates make up matrices; AdamW updates the others."""
 
 
 class Gradients(NamedTuple):
@@ -104,13 +110,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = options.weight_decay * group["wd_mult"]
+            group["weight_decay"] = options.used_weight_decay * group["wd_mult"]
             group["name"] = group_name(group["lr_mult"], group["wd_mult"])
         self._context = context
         self.clip_grad = 0.0
         """Maximum global gradient norm of the next step; 0 for no clipping (the norm is computed anyway)."""
         # OneCycleLR and CyclicLR check here whether the groups have a momentum that they can schedule.
         self.defaults: dict[str, Any] = {**self.parts[0].optimizer.defaults}
+        self._algorithm: str = self.parts[0].config.optimizer
+        if options.name == "muon":
+            self._algorithm = "muon"
+            self._use_muon(chunks, options)
         self._gradients: Gradients | None = None
         """Those of the next step; None before they are computed."""
         self.grad_norm: Tensor | None = None
@@ -131,6 +141,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 part.grad_stats_parallel_group = dist.group.WORLD
         for masters in self._masters:
             masters.materialize_state()
+
+    def _use_muon(self, chunks: list[torch.nn.Module], options: OptimizerOptions) -> None:
+        """Let Muon update the matrices; their momentum is what schedules of a momentum change."""
+        del self.defaults["betas"]
+        self.defaults["momentum"] = options.used_momentum
+        for group in self.param_groups:
+            group["momentum"] = options.used_momentum
+        for part in self.parts:
+            if part.optimizer is not None:
+                part.optimizer.matrices = MatrixUpdates(
+                    _matrix_shards(part, chunks, self._context.matrices),
+                    _matrix_group(part),
+                    self._context.settings.device,
+                    nesterov=options.nesterov,
+                    iterations=options.ns_steps,
+                    adjust_lr=options.adjust_lr,
+                )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -312,7 +339,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def state_format(self) -> dict[str, Any]:
         """Properties that must match for one optimizer to load another one's state."""
         config = self.parts[0].config
-        algorithm = config.optimizer
+        algorithm = self._algorithm
         if algorithm == "sgd" and config.sgd_momentum <= 0:
             algorithm += " without momentum"
         multipliers: list[list[float]] = []
@@ -371,3 +398,42 @@ class MegatronOptimizer(torch.optim.Optimizer):
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
         optimizer_state.gather_weights(self.parts)
+
+
+def _matrix_shards(
+    part: Any,
+    chunks: list[torch.nn.Module],
+    matrices: Mapping[torch.nn.Parameter, Matrices],
+) -> list[MatrixShard]:
+    """What this rank holds of each matrix of one of Megatron's optimizers, in the order of the model's parameters."""
+    held: dict[Tensor, tuple[Tensor, int]] = {}
+    for parameter, master, start in optimizer_state.master_weights(part):
+        held[parameter] = (master, start)
+    shards = []
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter not in matrices or not parameter.requires_grad:
+                continue
+            if _is_expert(parameter) == _has_experts(part):
+                shards.append(MatrixShard(matrices[parameter], *held.get(parameter, (None, 0))))
+    return shards
+
+
+def _matrix_group(part: Any) -> MatrixGroup:
+    """Ranks that hold parts of the same matrices as this rank."""
+    is_sharded = isinstance(part, DistributedOptimizer)
+    if _has_experts(part):
+        # Experts are not split over tp: its ranks have different ones, or are data-parallel for them.
+        return MatrixGroup(part.data_parallel_group if is_sharded else None, 0)
+    group = parallel_state.get_tensor_model_parallel_group()
+    if is_sharded:
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return MatrixGroup(group, parallel_state.get_tensor_model_parallel_rank())
+
+
+def _has_experts(part: Any) -> bool:
+    return bool(part.optimizer.param_groups[0]["is_expert_parallel"])
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
+from lightning_megatron.engine.ops.muon import AdjustLR
 from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
@@ -35,6 +36,22 @@ class GroupMultipliers:
 
 _NO_DECAY = GroupMultipliers(wd_mult=0.0)
 
+OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
+
+_USED_BY: dict[str, tuple[OptimizerName, ...]] = {
+    "beta1": ("adamw", "adam", "muon"),
+    "beta2": ("adamw", "adam", "muon"),
+    "eps": ("adamw", "adam", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("muon",),
+    "ns_steps": ("muon",),
+    "adjust_lr": ("muon",),
+}
+"""Optimizers that read an option which others do not have."""
+_MOMENTUM_OF_SGD = 0.9
+_MOST_ITERATIONS = 99
+"""Of the orthogonalization, as in ``torch.optim.Muon``."""
+
 
 @checks_options
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +60,18 @@ class OptimizerOptions:
 
     Args:
         name: ``adamw`` decouples weight decay from the gradient, ``adam`` adds it to the gradient, ``sgd`` has
-            momentum.
+            momentum. ``muon`` orthogonalizes the momentum of the layers' matrices, and is ``adamw`` for all else.
         weight_decay: Per step, times the learning rate; never on biases and other 1-D weights unless ``multipliers``
-            say so.
+            say so. None: 0.1 with ``muon``, 0.01 with the others.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         eps: Added to the root of the second moment.
-        momentum: Momentum of ``sgd``.
+        momentum: Momentum of ``sgd``, and of the matrices of ``muon``. None: 0.95 with ``muon``, 0.9 with ``sgd``.
+        nesterov: Of ``muon``: add the gradient to the momentum once more.
+        ns_steps: Of ``muon``: iterations of the orthogonalization.
+        adjust_lr: Of ``muon``: ``original`` multiplies a matrix's learning rate by the root of rows / columns if
+            that is above 1; ``match_rms_adamw`` by 0.2 times the root of the larger of both, which suits learning
+            rate and weight decay of AdamW.
         multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``) to factors; the first match wins.
         initial_loss_scale: Initial loss scale of ``16-mixed``.
         min_loss_scale: Lower bound of the loss scale of ``16-mixed``.
@@ -58,31 +80,38 @@ class OptimizerOptions:
             since it last doubled.
     """
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    weight_decay: float = 0.01
+    name: OptimizerName = "adamw"
+    weight_decay: float | None = None
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    momentum: float = 0.9
+    momentum: float | None = None
     multipliers: Mapping[str, GroupMultipliers] = field(default_factory=dict)
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     loss_scale_hysteresis: int = 2
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr: AdjustLR = "original"
 
     def __post_init__(self) -> None:
         """Check the options.
 
         Raises:
-            ConfigError: If the name is unknown, or a value is out of range.
+            ConfigError: If the name is unknown, a value is out of range, or an option is of another optimizer.
         """
         factors: dict[str, GroupMultipliers] = {}
         for glob, given in dict(self.multipliers).items():
             factors[glob] = as_options(GroupMultipliers, given, "multipliers")
         object.__setattr__(self, "multipliers", factors)
-        require_choice("optimizer name", self.name, ("adamw", "adam", "sgd"))
-        for name in ("weight_decay", "eps", "momentum", "beta1", "beta2"):
+        require_choice("optimizer name", self.name, get_args(OptimizerName))
+        for name in ("eps", "beta1", "beta2"):
             require_number(name, getattr(self, name))
+        require_number("weight_decay", self.used_weight_decay)
+        require_number("momentum", self.used_momentum)
+        self._check_muon()
+        self._check_used()
         for name in ("beta1", "beta2"):
             if not getattr(self, name) < 1:
                 raise ConfigError(
@@ -92,6 +121,46 @@ class OptimizerOptions:
             require_number(name, getattr(self, name), at_least=1)
         require_number("min_loss_scale", self.min_loss_scale, MIN_LOSS_SCALE, math.inf)
         require_number("initial_loss_scale", self.initial_loss_scale, self.min_loss_scale, math.inf)
+
+    def _check_muon(self) -> None:
+        require_number("ns_steps", self.ns_steps, at_least=1, at_most=_MOST_ITERATIONS)
+        require_choice("adjust_lr", self.adjust_lr, get_args(AdjustLR))
+        if self.name == "muon" and self.used_momentum >= 1:
+            raise ConfigError(
+                f"momentum={self.momentum} must be in [0, 1) with muon; correct the optimizer options"
+            )
+
+    def _check_used(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            users = _USED_BY.get(each.name, (self.name,))
+            if self.name in users or value == each.default:
+                continue
+            if each.name == "momentum" and value == _MOMENTUM_OF_SGD:
+                continue  # the former default, which checkpoints hold with any optimizer
+            raise ConfigError(
+                f"{each.name}={value!r} is an option of {_listed(users)}, but the optimizer is {self.name}; leave it "
+                f"out, or set name={users[0]!r}"
+            )
+
+    @property
+    def used_weight_decay(self) -> float:
+        """``weight_decay``, or the optimizer's own default."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.1 if self.name == "muon" else 0.01
+
+    @property
+    def used_momentum(self) -> float:
+        """``momentum``, or the optimizer's own default."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.name == "muon" else _MOMENTUM_OF_SGD
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def multipliers_of(
@@ -164,13 +233,13 @@ def engine_config(
     """Megatron's config of the optimizer."""
     chosen = {
         "optimizer": "sgd" if options.name == "sgd" else "adam",
-        "decoupled_weight_decay": options.name == "adamw",
+        "decoupled_weight_decay": options.name in ("adamw", "muon"),
         "lr": lr,
-        "weight_decay": options.weight_decay,
+        "weight_decay": options.used_weight_decay,
         "adam_beta1": options.beta1,
         "adam_beta2": options.beta2,
         "adam_eps": options.eps,
-        "sgd_momentum": options.momentum,
+        "sgd_momentum": options.used_momentum,
         "params_dtype": settings.params_dtype,
         "bf16": settings.params_dtype is torch.bfloat16,
         "fp16": settings.params_dtype is torch.float16,

@@ -68,9 +68,9 @@ def param_states(parts: Iterable[Any]) -> Iterator[ParamState]:
     """This rank's state of each parameter of Megatron's optimizers, in a fixed order."""
     for part in parts:
         is_sharded = isinstance(part, DistributedOptimizer)
-        for parameter, master, start in _master_weights(part):
+        for parameter, master, start in master_weights(part):
             tensors = {"param": master.detach().view(-1)}
-            for name in part.optimizer.state_names:
+            for name in part.optimizer.state_names_of(master):
                 moment = part.optimizer.state[master][name]
                 tensors[name] = moment.view(-1)
             yield ParamState(parameter, start, is_sharded, tensors)
@@ -141,7 +141,7 @@ def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group[name] for name in _GROUP_IDENTITY)
 
 
-def _master_weights(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def master_weights(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield each parameter, its master weight or this rank's shard of it, and the index of its first element."""
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():

@@ -44,6 +44,7 @@ from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_trained_with_lora
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.matrices import matrix_of_rows
 
 _LAYER = re.compile(r"(\blayers)\.\d+\.")
 
@@ -101,7 +102,7 @@ class Adapter(torch.nn.Module):
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
         if len(parts) > 1:
             adapted = torch.eye(len(parts), dtype=base.dtype)[:, list(parts)]
-            owners = adapted[_matrix_of_rows(linear, name, model)]
+            owners = adapted[matrix_of_rows(name, linear)]
             self.owners = owners.to(base.device)
         # Before hooks that need the sum, e.g. norms.
         linear.register_forward_hook(self._add, prepend=True)
@@ -194,20 +195,6 @@ class Adapter(torch.nn.Module):
         if self.is_gated:
             state[f"{prefix}B"] = apply_swiglu_sharded_factory(state[f"{prefix}B"], sharded_offsets)
         return state
-
-
-def _matrix_of_rows(linear: ColumnParallelLinear, name: str, model: ModelConfig) -> Tensor:
-    """[out/tp], int64: index of the fused matrix that each of this rank's rows belongs to."""
-    if name == "linear_fc1":
-        return torch.arange(2).repeat_interleave(linear.output_size_per_partition // 2)
-    per_group = model.num_attention_heads // model.num_query_groups
-    matrices = [0, 1]
-    if name == "linear_qkv":
-        matrices = [0] * per_group + [1, 2]
-    rows = torch.tensor(matrices).repeat_interleave(model.kv_channels)
-    rows = rows.repeat(model.num_query_groups)
-    shard: Tensor = rows.chunk(linear.tp_group.size())[linear.tp_group.rank()]
-    return shard
 
 
 def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:

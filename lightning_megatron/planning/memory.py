@@ -29,10 +29,12 @@ def memory(run: PlannedRun) -> Memory:
 def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
     # Adam's two moments, and an fp32 master copy of 16-bit weights.
     state_bytes = 8.0 if run.bytes_per_element == 4 else 12.0
+    # Of matrices Muon has the first moment alone.
+    without_moment = 4.0 * run.optimizer_matrices(pp_rank)
     return Memory(
         weights=run.bytes_per_element * sum(run.parameters(pp_rank).values()),
         gradients=4.0 * sum(run.trained(pp_rank).values()),
-        optimizer=state_bytes * run.optimizer_parameters(pp_rank),
+        optimizer=state_bytes * run.optimizer_parameters(pp_rank) - without_moment,
         activations=_activation_bytes(run, pp_rank),
         logits=logits_bytes(run, pp_rank),
     )

@@ -64,7 +64,7 @@ def adapter_parameters(model: ModelConfig) -> int:
     """Number of parameters of all LoRA adapters; 0 without LoRA."""
     if model.lora is None:
         return 0
-    sizes = _linears(model)
+    sizes = layer_linears(model)
     count = 0
     for name, parts in model.lora.linears:
         in_size, out_sizes = sizes[name.rpartition(".")[2]]
@@ -150,7 +150,7 @@ def _bert_head_parameters(model: ModelConfig, vocab_rows: int) -> int:
     return count
 
 
-def _linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+def layer_linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Input size of each linear of a layer, and the output sizes of the matrices fused in it."""
     h = model.hidden_size
     ffn = model.ffn_hidden_size
@@ -197,7 +197,7 @@ def _layer(
     Linears are split over tp; norms, routers and biases of row-parallel linears are replicated.
     """
     h = model.hidden_size
-    linears = _linears(model)
+    linears = layer_linears(model)
     num_attentions = 1 + (layer >= model.num_layers)
     qkv = sum(linears["linear_qkv"][1])
     up = sum(linears["linear_fc1"][1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
 from lightning_megatron.planning.devices import Device, peak_flops_per_s
+from lightning_megatron.planning.matrices import layer_matrices
 from lightning_megatron.planning.parameters import (
     chunk_layout,
     expert_parameters,
@@ -40,6 +42,8 @@ class PlannedRun:
     """What the backward pass recomputes: norms and activation functions of MLPs, or full layers."""
     precision: str = "bf16-mixed"
     """The Trainer's precision."""
+    uses_muon: bool = False
+    """Whether Muon updates the matrices of the layers, and AdamW the rest; otherwise AdamW updates all."""
     cuda_graphs: bool = False
     """Whether microbatches are replayed as CUDA graphs, without launches from Python."""
     layout: tuple[int, ...] = field(default=())
@@ -88,6 +92,20 @@ class PlannedRun:
         expert_replicas = replicas * parallel.tp // parallel.ep
         return Counter({replicas: count - experts}) + Counter({expert_replicas: experts})
 
+    def matrices(self, pp_rank: int) -> dict[int, int]:
+        """Number of parameters on one rank of a stage that Muon updates, by the size of the group that has them."""
+        parallel = self.parallel
+        replicas = self.dp * parallel.cp
+        counts: Counter[int] = Counter()
+        if self.uses_muon:
+            for layer in self.layers(pp_rank):
+                for shape in layer_matrices(self.model, layer):
+                    ranks = replicas
+                    if shape.spread_over == "ep":
+                        ranks = replicas * parallel.tp // parallel.ep
+                    counts[ranks] += shape.num_on_rank(parallel)
+        return counts
+
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
         parallel = self.parallel
@@ -98,10 +116,17 @@ class PlannedRun:
 
     def optimizer_parameters(self, pp_rank: int) -> float:
         """Number of parameters whose optimizer state one rank of a stage holds."""
-        trained = self.trained(pp_rank)
+        return self._on_one_rank(self.trained(pp_rank))
+
+    def optimizer_matrices(self, pp_rank: int) -> float:
+        """How many of ``optimizer_parameters`` Muon updates: they have one moment instead of two."""
+        return self._on_one_rank(self.matrices(pp_rank))
+
+    def _on_one_rank(self, counts: Mapping[int, float]) -> float:
+        """Of parameters by the size of the group that replicates them, those whose optimizer state a rank holds."""
         if not self.distributed_optimizer:
-            return sum(trained.values())
-        return sum(count / ranks for ranks, count in trained.items())
+            return sum(counts.values())
+        return sum(count / ranks for ranks, count in counts.items())
 
     def peak_flops_per_s(self, device: Device) -> float | None:
         """Peak FLOP/s of one device for matrix products; None if the datasheet does not give it."""
@@ -125,6 +150,7 @@ def make_run(
     rows: int,
     lengths: tuple[int, ...],
     world_size: int,
+    uses_muon: bool = False,
 ) -> PlannedRun:
     """Build a ``PlannedRun`` from the settings of a strategy.
 
@@ -134,6 +160,7 @@ def make_run(
         rows: Rows of a microbatch; 0 if unknown, which leaves out activations.
         lengths: Tokens of a row; for a T5 those of the encoder and of the decoder.
         world_size: Number of GPUs.
+        uses_muon: As in ``PlannedRun``.
     """
     recompute = settings.recompute.granularity
     if recompute == "full" and settings.recompute.method == "block":
@@ -148,6 +175,7 @@ def make_run(
         distributed_optimizer=settings.distributed_optimizer,
         recompute=recompute,
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
+        uses_muon=uses_muon,
         cuda_graphs=settings.cuda_graphs,
         layout=chunk_layout(model, settings.parallel, override),
     )

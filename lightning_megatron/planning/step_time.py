@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.planning.activations import layer_bytes, num_logits, ranks_per_token
-from lightning_megatron.planning.devices import RANKS_PER_HOST, Device
+from lightning_megatron.planning.devices import RANKS_PER_HOST, Device, peak_flops_per_s
 from lightning_megatron.planning.flops import head_flops, layer_flops
+from lightning_megatron.planning.matrices import layer_matrices
 from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 _PRODUCTS_SHARE = 0.692
@@ -45,6 +46,9 @@ _LOSS_TRAFFIC = 11.0
 """Bytes moved per logit of the cross-entropy, gradient included."""
 _STEP_TRAFFIC = 34.0
 """Bytes moved per parameter by the optimizer."""
+_MUON_TRAFFIC = 60.0
+"""Bytes moved per parameter by Muon, without the matrix products: counted, not measured."""
+_MUON_ITERATIONS = 5
 _GRADIENT_TRAFFIC = 12.0
 """Bytes moved per parameter by zeroing and accumulating gradients."""
 _MEMORY_SHARE = 0.89
@@ -107,8 +111,12 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
     sizes = [sum(run.parameters(rank).values()) for rank in ranks]
     fullest = sizes.index(max(sizes))
     trained = run.trained(fullest)
+    matrices = run.optimizer_matrices(fullest)
     updated = run.optimizer_parameters(fullest) * _STEP_TRAFFIC
+    updated += matrices * (_MUON_TRAFFIC - _STEP_TRAFFIC)
     accumulated = sum(trained.values()) * _GRADIENT_TRAFFIC
+    moved = updated + accumulated
+    orthogonalization = _orthogonalization_seconds(run, fullest, device)
     reduced = _reduction_seconds(run, trained, device)
     # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
@@ -116,11 +124,29 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=(updated + accumulated) / (_MEMORY_SHARE * device.memory_bandwidth),
+        optimizer=moved / (_MEMORY_SHARE * device.memory_bandwidth) + orthogonalization,
         communication=m * slowest.communication + exposed,
         bubble=others / parallel.num_model_chunks,
         idle=_IDLE + m * slowest.idle,
     )
+
+
+def _orthogonalization_seconds(run: PlannedRun, pp_rank: int, device: Device) -> float:
+    """Seconds of Muon's matrix products, which are shared out evenly."""
+    if not run.uses_muon:
+        return 0.0
+    parallel = run.parallel
+    ranks_of_a_stage = run.dp * parallel.cp * parallel.tp
+    flops = 0.0
+    for layer in run.layers(pp_rank):
+        for shape in layer_matrices(run.model, layer):
+            ranks = ranks_of_a_stage
+            if not run.distributed_optimizer:
+                ranks = {"tp": parallel.tp, "ep": parallel.ep, None: parallel.tp}[shape.spread_over]
+            flops += _MUON_ITERATIONS * shape.iteration_flops / ranks
+    peak = peak_flops_per_s(device.name, "bf16")
+    assert peak is not None, "every device of the planner has bf16"
+    return flops / (_PRODUCTS_SHARE * peak)
 
 
 def _reduction_seconds(

@@ -98,6 +98,10 @@ OTHER_RUNS: Mapping[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"name": "sgd"}},
         "holds the state of another optimizer: algorithm adam there and sgd here",
     ),
+    "muon": (
+        {"optimizer": {"name": "muon"}},
+        "holds the state of another optimizer: algorithm adam there and muon here",
+    ),
 }
 """Changes to the run that saved, and the expected message."""
 RUN = Run(strategy={"tp": 2}, trainer={"max_steps": 1})

@@ -36,6 +36,10 @@ TP2_SGD = Run(
     strategy={"tp": 2, "sequence_parallel": True},
     optimizer={"name": "sgd"},
 )
+TP2_MUON = Run(
+    strategy={"tp": 2},
+    optimizer={"name": "muon"},
+)
 VALIDATED = Run(validate=True, trainer={"val_check_interval": 3})
 BY_VALIDATION = {"every_n_train_steps": None, "monitor": "val_loss"}
 EP2 = Run(
@@ -48,6 +52,7 @@ EP2 = Run(
     ("run", "keeps"),
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
+        pytest.param(TP2_MUON, {}, id="tp2, muon"),
         pytest.param(
             Run(strategy={"pp": 2, "vpp": 2}),
             {},

@@ -22,7 +22,7 @@ from tests.checkpoint.runs import (
 )
 from tests.marks import exhaustive
 from tests.ranks import RankError, run_ranks
-from tests.recording import recorded_warnings
+from tests.recording import recorded_log, recorded_warnings
 
 TP2: dict[str, Any] = {"tp": 2}
 RUN = Run(model=NO_DROPOUT, trainer={"max_steps": 3}, strategy=TP2)
@@ -126,6 +126,27 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
         assert all(loaded) if with_moments else not any(loaded)
         # Validation with the same option does not load the weights again.
         assert new["after"] != pytest.approx(old["loss"], rel=1e-4)
+
+
+def _begin_and_log(run: Run) -> tuple[dict[str, Any], str]:
+    from lightning_utilities.core import rank_zero
+
+    with recorded_log(rank_zero.log.name) as log:
+        result = _begin(run)
+    return result, log.getvalue()
+
+
+def test_moments_of_another_optimizer_begin_at_zero(trained: Trained) -> None:
+    folder, before = trained
+    run = RUN.but(
+        strategy={"load_from": str(folder / "step=3.ckpt")},
+        optimizer={"name": "muon"},
+        loader=_ordered_loader,
+    )
+    (new, text), _ = run_ranks(_begin_and_log, 2, run)
+    assert "The moments of muon begin at zero: the checkpoint has those of adam" in text
+    assert new["losses"][1] == pytest.approx(before[0]["loss"], rel=1e-6)
+    assert not any(value.any() for name, value in new["state"].items() if "exp_avg" in name)
 
 
 def test_resume_ignores_load_from(trained: Trained, tmp_path: Path) -> None:

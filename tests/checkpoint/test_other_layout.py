@@ -117,6 +117,11 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             id="experts",
         ),
         pytest.param(
+            {**EXPERTS, "optimizer": {"name": "muon"}},
+            [TP2_EP2, DP3, PP2_EP2, _unsharded(EP2)],
+            id="muon",
+        ),
+        pytest.param(
             GPT_OSS,
             [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
             id="gpt_oss",
@@ -185,6 +190,10 @@ def test_resume_at_other_layouts_keeps_weights_and_moments(
         )
     moments = original["optimizer.state.exp_avg.embedding.word_embeddings.weight"]
     assert moments[:VOCAB_SIZE].abs().sum() > 0
+    if "name" in run.optimizer:
+        of_matrix = "decoder.layers.self_attention.linear_qkv.weight"
+        assert original[f"optimizer.state.exp_avg.{of_matrix}"].abs().sum() > 0
+        assert f"optimizer.state.exp_avg_sq.{of_matrix}" not in original
     if changes is EXPERTS:
         assert original["decoder.layers.mlp.router.expert_bias"].abs().sum() > 0
     if "precision" in run.trainer:

@@ -32,6 +32,10 @@ INTENDED: dict[str, str] = {
     "MegatronStrategy(load_data_on_every_rank)": "one rank of each replica reads, as by default before",
     "MegatronStrategy(on_save_failure)": "always 'warn'; a save that ends the run raises",
     "MegatronStrategy(process_group_backend)": "always the device's own, as by default before",
+    "OptimizerOptions(momentum)": "None is 0.9 with sgd, as before, and 0.95 with muon",
+    "OptimizerOptions(weight_decay)": "None is 0.01, as before, and 0.1 with muon",
+    "fit YAML model.init_args.optimizer.momentum": "null is 0.9 with sgd, as before",
+    "fit YAML model.init_args.optimizer.weight_decay": "null is 0.01, as before",
     "convert --dp": _ONLY_WEIGHTS,
     "convert --use-distributed-optimizer": _ONLY_WEIGHTS,
 }

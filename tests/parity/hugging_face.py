@@ -62,7 +62,7 @@ def train_hugging_face(
     if prepare is not None:
         prepare(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = _torch_optimizer(list(parameters.values()), case)
+    optimizer = torch_optimizer(model, case)
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     # Lightning shuffles the training data of every distributed strategy with this sampler.
     order = torch.tensor(list(DistributedSampler(rows, num_replicas=1, rank=0, seed=SEED)))
@@ -91,8 +91,10 @@ def train_hugging_face(
     )
 
 
-def _torch_optimizer(parameters: list[torch.nn.Parameter], case: Case) -> torch.optim.Optimizer:
+def torch_optimizer(model: torch.nn.Module, case: Case) -> torch.optim.Optimizer:
+    """Torch's optimizer of the options of ``case``."""
     options = dict(case.optimizer)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
             "params": [p for p in parameters if p.dim() > 1],

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from benchmarks.cases import case_named
 from lightning_megatron.callbacks import memory_estimate
 from lightning_megatron.convert.registry import model_config
+from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
@@ -334,6 +335,23 @@ def test_timeline_has_every_pass_in_a_possible_order(layout: dict[str, int]) -> 
     assert max(ends.values()) == pytest.approx(time.total - time.optimizer - time.idle, rel=0.06)
 
 
+def test_muon_takes_less_memory_and_more_time() -> None:
+    run = _run("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2})
+    adamw, muon = (plan(replace(run, uses_muon=uses), H200) for uses in (False, True))
+    # Matrices of 32 layers: attention with 8 of 32 heads for keys and values, and the MLP; shared by four ranks.
+    matrices = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    assert adamw.memory.optimizer - muon.memory.optimizer == matrices
+    assert adamw.memory.total - muon.memory.total == matrices
+    # q and o, k and v, and the MLP's, by five iterations each.
+    square = 3 * 4096**3
+    narrow = 1024**2 * (2 * 4096 + 1024)
+    wide = 4096**2 * (2 * 14336 + 4096)
+    flops = 5 * 32 * 2 * (2 * square + 2 * narrow + 3 * wide) / 4
+    added = muon.time.optimizer - adamw.time.optimizer
+    assert added > flops / 989e12
+    assert added < 4 * flops / 989e12
+
+
 def test_recomputing_trades_memory_for_time() -> None:
     run = _run("llama-8b-dp4-mb2", 2, 4, 4, {"tp": 2})
     estimates = [plan(replace(run, recompute=kind), H200) for kind in (None, "selective", "full")]
@@ -352,19 +370,36 @@ def test_recomputing_trades_memory_for_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "has_data", "message"),
+    ("optimizer", "gib", "has_data", "message"),
     [
-        (139, True, r"^rank_zero_info: .* fullest GPU: 107\.7 of 139\.0 GiB \(weights 15\.0, "),
         (
+            "adamw",
+            139,
+            True,
+            r"^rank_zero_info: .* fullest GPU: 107\.7 of 139\.0 GiB \(weights 15\.0, ",
+        ),
+        (
+            "adamw",
             100,
             True,
             r"^rank_zero_warn: .* 107\.7 of 100\.0 GiB.*raise tp, pp or dp, lower micro_batch_size, or set recompute$",
         ),
-        (139, False, r"67\.3 of 139\.0 GiB.*plus activations$"),  # weights, gradients, optimizer
+        (
+            "adamw",
+            139,
+            False,
+            r"67\.3 of 139\.0 GiB.*plus activations$",
+        ),  # weights, gradients, optimizer
+        # 4 bytes less of 6,979,321,856 parameters of matrices, over four ranks.
+        ("muon", 139, False, r"60\.8 of 139\.0 GiB.*plus activations$"),
     ],
 )
 def test_run_logs_expected_memory_and_warns_of_too_much(
-    gib: int, has_data: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    optimizer: Literal["adamw", "muon"],
+    gib: int,
+    has_data: bool,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cuda", 0)
     settings = EngineSettings(
@@ -386,7 +421,10 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
     trainer: Any = SimpleNamespace(
         strategy=strategy, datamodule=data if has_data else None, world_size=4
     )
-    module: Any = SimpleNamespace(model_config=LLAMA_RUN.model)
+    module: Any = SimpleNamespace(
+        model_config=LLAMA_RUN.model,
+        optimizer_options=OptimizerOptions(name=optimizer),
+    )
     memory_estimate.MemoryEstimate().setup(trainer, module, "fit")
     (line,) = logged
     assert re.search(message, line)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_megatron.engine.ops.muon import MatrixUpdates
+
 _KernelInputs: TypeAlias = tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]
 """Parameters, their gradients and their states."""
 
@@ -24,6 +26,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     state_names: tuple[str, ...]
     """Names of the per-parameter tensors, each of the parameter's shape and dtype."""
+    matrices: MatrixUpdates | None = None
+    """Updates of the parameters that consist of matrices, by Muon; None if all have the optimizer's own."""
     grad_scale: Tensor | None = None
     """[] or [1], fp32: divisor of the gradients in the next step; torch's GradScaler sets it on fused optimizers."""
     found_inf: Tensor | None = None
@@ -45,15 +49,28 @@ class MasterOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
+    def state_names_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Names of one parameter's tensors: the momentum of matrices is called ``exp_avg``, as that of SGD."""
+        if self._has_matrices(parameter):
+            return ("exp_avg",)
+        return self.state_names
+
+    def _has_matrices(self, parameter: Tensor) -> bool:
+        return self.matrices is not None and parameter in self.matrices
+
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        for name in self.state_names:
+        for name in self.state_names_of(parameter):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     def _kernel_inputs(self, group: dict[str, Any]) -> _KernelInputs:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = [
+            parameter
+            for parameter in group["params"]
+            if parameter.grad is not None and not self._has_matrices(parameter)
+        ]
         gradients = [parameter.grad for parameter in parameters]
         states = [self._state_of(parameter) for parameter in parameters]
         return parameters, gradients, states
@@ -103,6 +120,18 @@ class FusedAdam(MasterOptimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; ``step`` is incremented in all groups, also empty ones."""
+        self._step_adam()
+        if self.matrices is None:
+            return
+        momenta = {master: self._state_of(master)["exp_avg"] for master in self.matrices.masters}
+        self.matrices.step(self.param_groups, momenta, self.grad_scale, self.found_inf)
+        if self.has_copied:
+            # The kernel has copied its own parameters alone.
+            model_params = self.model_params or {}
+            masters = [master for master in self.matrices.masters if master in model_params]
+            copy(masters, [model_params[master] for master in masters])
+
+    def _step_adam(self) -> None:
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
             group["step"] += 1

@@ -15,6 +15,7 @@ _ON_CPU = {
     "weight gradient": ("torch addmm into fp32", "accumulates in the GEMM"),
     "Adam": ("torch fused kernel", "runs on the CPU"),
     "SGD": ("torch fused kernel", "clips while updating"),
+    "Muon": ("torch batched products in bf16", "whole matrices, each on one rank"),
     "gradient norm": ("torch foreach", "no host synchronization"),
     "RoPE": ("eager", "runs on the CPU"),
     "SwiGLU": ("Megatron-Core", "runs on the CPU"),

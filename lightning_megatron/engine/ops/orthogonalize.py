@@ -1,0 +1,40 @@
+"""Approximate orthogonalization of matrices by Newton-Schulz iterations, as in ``torch.optim.Muon``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, of x^3 and of x^5 in an iteration: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/."""
+
+EPSILON = 1e-7
+"""Least norm by which a matrix is divided."""
+
+
+def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
+    """Move the singular values of each matrix near 1 and keep its singular vectors: [n, rows, columns].
+
+    The products are computed in the dtype of ``matrices``.
+    """
+    linear, cubic, quintic = COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices
+    if is_tall:
+        x = x.mT
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norms.clamp(min=EPSILON)
+    for _ in range(iterations):
+        gram = torch.bmm(x, x.mT)
+        of_gram = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        x = torch.baddbmm(x, of_gram, x, beta=linear)
+    if is_tall:
+        x = x.mT
+    return x
+
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """FLOPs of the matrix products of one iteration."""
+    short = min(rows, columns)
+    long = max(rows, columns)
+    return 2 * short * short * (2 * long + short)
