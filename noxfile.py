@@ -68,8 +68,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
-    """Run additional cases of the tests: more crash points, optimizers, and ways to save."""
-    install(session, "test")
+    """Run additional cases of the tests: more crash points, optimizers, and ways to save; and those of lm_eval."""
+    install(session, "test", "eval")
     session.run(*PYTEST, "-m", "exhaustive", *session.posargs)
 
 

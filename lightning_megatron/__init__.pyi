@@ -1,5 +1,6 @@
 """The public names and their modules, for type checkers and for ``__init__.py``, which parses this file."""
 
+from lightning_megatron.callbacks.harness_evaluation import HarnessEvaluation as HarnessEvaluation
 from lightning_megatron.callbacks.loss_curve import LossCurve as LossCurve
 from lightning_megatron.callbacks.perplexity import PerplexityReport as PerplexityReport
 from lightning_megatron.callbacks.progress_line import ProgressLine as ProgressLine
@@ -39,6 +40,8 @@ from lightning_megatron.errors import CheckpointError as CheckpointError
 from lightning_megatron.errors import ConfigError as ConfigError
 from lightning_megatron.errors import DataError as DataError
 from lightning_megatron.generate.options import GenerationOptions as GenerationOptions
+from lightning_megatron.harness import HarnessOptions as HarnessOptions
+from lightning_megatron.harness.model import MegatronLM as MegatronLM
 from lightning_megatron.module import MegatronModule as MegatronModule
 from lightning_megatron.precision import MegatronPrecision as MegatronPrecision
 from lightning_megatron.predictions import gather_predictions as gather_predictions

@@ -79,6 +79,7 @@ BLOCKS = {
     DISTILLATION: ["python", "python"],
     PREFERENCES: ["python"],
     STREAMS: ["python"],
+    "docs/lm_eval.md": ["yaml", "bash", "python", "python"],  # run by tests/harness
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python", "yaml"],
     "docs/which_layout.md": ["bash"],  # likewise

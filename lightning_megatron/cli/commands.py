@@ -19,6 +19,7 @@ from lightning_megatron.cli.config import config
 from lightning_megatron.cli.convert import average, convert
 from lightning_megatron.cli.datasets import convert_dataset, merge, preprocess, train_tokenizer
 from lightning_megatron.cli.doctor import doctor
+from lightning_megatron.cli.evaluate import evaluate
 from lightning_megatron.cli.generate import generate
 from lightning_megatron.cli.inspect import inspect_path
 from lightning_megatron.cli.parser import CommandParser, add_command
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "convert": convert,
     "average": average,
     "generate": generate,
+    "evaluate": evaluate,
     "verify": verify,
     "config": config,
     "plan": plan,

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.doctor import check_accelerator
-from lightning_megatron.convert.companions import generation_config, tokenizer_files
+from lightning_megatron.cli.stored_model import (
+    default_precision,
+    fill_from,
+    tokenizer_for,
+    with_special_tokens,
+)
 from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
-from lightning_megatron.errors import MOST_PROCESSES, CheckpointError, ConfigError, require_number
+from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.storage.hub import first_line, local_folder
+from lightning_megatron.storage.hub import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -118,8 +123,8 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
         raise ConfigError(
             "--add-bos: expected a GPT, which continues its prompt, got a T5; leave it out"
         )
-    tokenizer = _tokenizer(options.tokenizer, stored)
-    generation = _with_special_tokens(generation, stored, tokenizer)
+    tokenizer = tokenizer_for(stored, options.tokenizer)
+    generation = with_special_tokens(generation, stored, tokenizer)
     input_ids, mask = encode_prompts(prompts, tokenizer, add_bos=options.add_bos)
     batch = {"input_ids": input_ids, "attention_mask": mask}
     build_request(batch, vars(generation), stored.model)
@@ -163,19 +168,12 @@ def _predict(
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
-    from lightning_megatron.convert.weight_loader import WeightLoader
     from lightning_megatron.module import MegatronModule
     from lightning_megatron.strategy import MegatronStrategy
 
     class WritingModule(MegatronModule):
         def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
-            loading = WeightLoader(chunks, stored.model, stored.parts)
-            if loading.missing:
-                names = ", ".join(map(str, sorted(loading.missing)))
-                raise CheckpointError(
-                    f"{stored.path} has no {names}, needed by the model; use a complete checkpoint"
-                )
-            loading.fill()
+            fill_from(stored, chunks)
 
         def predict_step(
             self,
@@ -203,7 +201,7 @@ def _predict(
         accelerator=options.accelerator,
         devices=options.tp * options.pp,
         strategy=MegatronStrategy(tp=options.tp, pp=options.pp),
-        precision=options.precision or _default_precision(stored, options.accelerator),
+        precision=options.precision or default_precision(stored, options.accelerator),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -211,47 +209,6 @@ def _predict(
     )
     loader: Any = DataLoader(rows, batch_size=options.batch_size)  # type: ignore[arg-type]
     trainer.predict(module, loader, return_predictions=False)
-
-
-def _default_precision(stored: ModelSource, accelerator: str) -> Any:
-    """Precision for the dtype of the stored weights on GPUs; float32 on CPUs, most of which compute faster in it."""
-    import torch
-
-    if accelerator == "cpu" or not torch.cuda.is_available():
-        return "32-true"
-    by_dtype = {torch.bfloat16: "bf16-true", torch.float16: "16-mixed"}
-    return by_dtype.get(stored.dtype, "32-true")
-
-
-def _tokenizer(given: Path | None, stored: ModelSource) -> Any:
-    from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
-
-    source = given or stored.path
-    folder = stored.companions
-    if given is not None:
-        folder = local_folder(given, "tokenizer")
-    if folder is None or not folder.is_dir() or not tokenizer_files(folder):
-        raise ConfigError(f"{source} has no tokenizer; give --tokenizer DIR")
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, folder, stored.model.vocab_size)
-    return tokenizer
-
-
-def _with_special_tokens(
-    generation: GenerationOptions, stored: ModelSource, tokenizer: Any
-) -> GenerationOptions:
-    """Set end-of-sequence and padding tokens: of the generation config, else of the model config or tokenizer."""
-    from lightning_megatron.generate.special_tokens import special_token_ids
-
-    has_config = generation_config(stored.companions)
-    tokens = special_token_ids(stored.companions if has_config else stored.hf_config)
-    eos = tuple(token for token in tokens.eos if token < stored.model.vocab_size)
-    if not eos and tokenizer.eos_token_id is not None:
-        eos = (tokenizer.eos_token_id,)
-    pad = tokens.pad
-    if pad is None:
-        pad = tokenizer.pad_token_id
-    return replace(generation, eos_token_id=eos, pad_token_id=pad, tokenizer=tokenizer)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.generate import TextWriter, _default_precision, _lack_of_memory_as_error
+from lightning_megatron.cli.generate import TextWriter, _lack_of_memory_as_error
+from lightning_megatron.cli.stored_model import default_precision
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.generate.options import GenerationOptions
 from tests.cli.command import run_cli
@@ -89,7 +90,7 @@ def test_default_precision_on_gpus_is_that_of_the_weights(monkeypatch: pytest.Mo
         ("float16", "16-mixed"),
     ):
         stored: Any = SimpleNamespace(dtype=getattr(torch, dtype))
-        assert [_default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == [
+        assert [default_precision(stored, accelerator) for accelerator in ("cpu", "auto")] == [
             "32-true",
             on_gpu,
         ]

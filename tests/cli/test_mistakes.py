@@ -166,7 +166,9 @@ for _command, _options in build_parser()[1].items():
                 "expected an integer of at most 64"
             )
         elif _action.type is float:
-            MISTAKES[f"{_GENERATE} hf {_action.option_strings[-1]} inf"] = (
+            _needed = "--checkpoint hf"
+            _needed += {"generate": " --prompt x", "evaluate": " --tasks a"}[_command]
+            MISTAKES[f"{_command} {_needed} {_action.option_strings[-1]} inf"] = (
                 " must be a finite number"
             )
 

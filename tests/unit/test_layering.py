@@ -21,6 +21,7 @@ LAYERS = (
     ("planning",),
     ("steps", "convert", "predictions"),
     ("generate", "datamodules"),
+    ("harness",),
     ("run",),
     ("callbacks",),
     ("strategy",),

@@ -35,6 +35,7 @@ NOT_NAMES = {
     "_resumed",  # a label of matplotlib
     "_scale_inv",
     "_scales",
+    "_stderr",  # of metrics in lm_eval's results
     "_token",
     "_token_id",
 }
