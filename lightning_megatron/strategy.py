@@ -34,7 +34,13 @@ from lightning_megatron.data.resumable import (
     is_map_style,
     resize_batches,
 )
-from lightning_megatron.data.stream_loader import StreamLoader
+from lightning_megatron.data.stateful import (
+    StatefulLoader,
+    is_stream,
+    reads_everything,
+    why_loader_is_not_exact,
+)
+from lightning_megatron.data.stream_loader import Replicas, StreamLoader
 from lightning_megatron.data.workers import let_workers_end
 from lightning_megatron.engine import groups
 from lightning_megatron.engine.collectives import call_on_all_ranks
@@ -551,11 +557,38 @@ class MegatronStrategy(DDPStrategy):
             state = self.checkpointing.take_loader_state()
             if state is not None:
                 loader.load_state_dict(state)
+        elif is_stream(loader) and not isinstance(loader, (StreamLoader, TrainLoader)):
+            loader = self._stateful_loader(loader)
         self._loader_marks_steps = False
         if isinstance(loader, (ResumableLoader, StreamLoader, TrainLoader)):
             loader.before_batch = self.checkpointing.at_step_boundary
             self._loader_marks_steps = True
         return loader
+
+    def _stateful_loader(self, loader: Any) -> StatefulLoader:
+        """Wrap a loader of a stream, and warn if a resumed run could not go on exactly."""
+        reason = why_loader_is_not_exact(loader)
+        if reason is not None:
+            rank_zero_warn(
+                "train_dataloaders: this run cannot resume exactly, and a resumed one repeats or leaves out rows of a"
+                f" {reason}"
+            )
+        if self.topology.dp > 1 and reads_everything(loader):
+            rank_zero_warn(
+                f"train_dataloaders: each of the {self.topology.dp} data-parallel replicas reads the whole stream; "
+                "split it in train_dataloader: datasets.distributed.split_dataset_by_node(dataset, data_parallel_rank,"
+                " data_parallel_size)"
+            )
+        replicas = Replicas(
+            group=self.host_group,
+            is_data_source=self.is_data_source,
+            rank=self.topology.dp_rank,
+        )
+        stateful = StatefulLoader(loader, replicas, self.topology.dp)
+        state = self.checkpointing.take_loader_state()
+        if state is not None:
+            stateful.load_state_dict(state)
+        return stateful
 
     @override
     def batch_to_device(

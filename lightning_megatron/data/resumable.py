@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.loader import TrainLoader
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.errors import ConfigError, DataError
+
+RESTARTS = (
+    "The checkpoint has a position in a map-style dataset or in a stream, and train_dataloaders is now the other: the"
+    " training data restarts"
+)
+"""Warning of a position that a loader cannot use."""
 
 
 def _skip(
@@ -167,6 +174,9 @@ class ResumableLoader:
 
         If the global batch size does not divide them, start at the last complete batch, so that no sample is skipped.
         """
+        if "random_state" not in state:
+            rank_zero_warn(RESTARTS)
+            return
         self._epoch = state["epoch"]
         self._num_yielded = state["consumed_samples"] // self._global_batch
         self._random_state = state["random_state"]

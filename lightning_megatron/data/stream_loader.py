@@ -81,6 +81,7 @@ class StreamLoader:
         *,
         ends_with_first: bool,
         num_rows: int = 1,
+        length: int | None = None,
     ) -> None:
         """Start at the first batch.
 
@@ -91,6 +92,7 @@ class StreamLoader:
             ends_with_first: Whether an epoch ends where the first replica's does; else replicas that have ended repeat
                 ``padding`` until all have.
             num_rows: Rows of a batch, on ranks without a stream.
+            length: Batches of an epoch, if it is known.
         """
         self.sampler = self
         """Lightning calls ``sampler.set_epoch`` on every loader."""
@@ -102,6 +104,7 @@ class StreamLoader:
         self._stream = stream
         self._replicas = replicas
         self._max_steps = max_steps
+        self._length = length if max_steps is None else max_steps
         self._placeholder: Rows = {"rows": torch.empty((num_rows, 0), dtype=torch.int64)}
         self._ends_with_first = ends_with_first
         self._state: Any = None
@@ -110,14 +113,14 @@ class StreamLoader:
         """Of all replicas, to go on from."""
 
     def __len__(self) -> int:
-        """Steps of the whole run.
+        """Steps of the whole epoch, including those already taken.
 
         Raises:
-            TypeError: In a mode without a length, as ``len`` does for objects that have none.
+            TypeError: If nobody knows, as ``len`` does for objects that have none.
         """
-        if self._max_steps is None:
-            raise TypeError(f"a {type(self).__name__} of passes has no len()")
-        return max(self.steps, self._max_steps)
+        if self._length is None:
+            raise TypeError(f"a {type(self).__name__} of a stream without a length has no len()")
+        return max(self.steps, self._length)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches from the position at the first ``next``: Lightning may restore it after making the iterator."""
@@ -146,7 +149,8 @@ class StreamLoader:
                 if batch is None:
                     batch = stream.padding()
             yielded += 1
-            if self._max_steps is None:
+            if self._length is None:
+                # Lightning has asked for the next batch when it trains on this one.
                 yield batch
                 self.before_batch()
                 self._move(yielded, state)

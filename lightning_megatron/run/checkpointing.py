@@ -33,6 +33,7 @@ from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.data.resumable import ResumableLoader
+from lightning_megatron.data.stateful import StatefulLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.errors import (
@@ -581,7 +582,7 @@ class Checkpointing:
         # Lightning resumes the training data only in the middle of what it counts as an epoch.
         position = loader_state(loaded)
         loader = trainer.train_dataloader
-        if position is not None and isinstance(loader, ResumableLoader):
+        if position is not None and isinstance(loader, (ResumableLoader, StatefulLoader)):
             # Created early, as for trainer.estimated_stepping_batches.
             loader.load_state_dict(position)
         else:

@@ -69,9 +69,9 @@ def forget_addresses(lightning_state: Mapping[str, Any], trusted: Iterable[Path]
 
 
 def loader_state(lightning_state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """State of the training data's loader, if it was a single ``ResumableLoader``."""
+    """State of the training data's loader, if it was a single ``ResumableLoader`` or ``StatefulLoader``."""
     states = _fit_state(lightning_state).get("combined_loader", [])
-    if len(states) == 1 and "random_state" in states[0]:
+    if len(states) == 1 and not {"random_state", "stream"}.isdisjoint(states[0]):
         state: dict[str, Any] = states[0]
         return state
     return None
