@@ -81,6 +81,7 @@ def _numbers_of_families(
         )
         loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // layout.dp)  # type: ignore[arg-type]
         trainer_of(Case(layout=layout)).validate(module, loader, verbose=False)
+        assert module.model_chunks is not None
         matrices = matrices_of(module.model_chunks)
         planned = PlannedRun(
             model=module.model_config,

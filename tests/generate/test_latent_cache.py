@@ -25,7 +25,7 @@ def _shapes_of_buffers(directory: str, case: Case, calls: list[Call]) -> list[tu
         shapes.append(tuple(buffer.shape))
         return buffer
 
-    KeyValueCache._new_buffer = record  # type: ignore[method-assign]
+    KeyValueCache._new_buffer = record  # type: ignore[method-assign, assignment]
     set_up(directory, case, call.model).generate(
         call.input_ids, call.attention_mask, **call.options
     )

@@ -211,9 +211,9 @@ def compare_steps(
         for ours, theirs in zip(rank["logged"], logged, strict=True):
             for name, value in theirs.items():
                 assert ours[f"train_{name}"] == pytest.approx(value, rel=_RTOL, abs=2e-6), name
-    for ours, theirs in zip(ranks[0]["gradients"], gradients, strict=True):
-        total = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
-        for name, gradient in theirs.items():
+    for ours, expected in zip(ranks[0]["gradients"], gradients, strict=True):
+        total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+        for name, gradient in expected.items():
             error = (ours[rename(name)] - gradient).norm()
             assert error <= _RTOL * total, (name, relative_error(ours[rename(name)], gradient))
 

@@ -81,7 +81,7 @@ def _orthogonalize(
 ) -> Tensor:
     """What torch does in bf16, in the matrix's own dtype."""
     a, b, c = coefficients
-    x = matrix / matrix.norm().clamp(min=eps)
+    x: Tensor = matrix / matrix.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -347,7 +347,7 @@ def test_defaults_depend_on_the_optimizer() -> None:
     used = {
         name: (options.used_momentum, options.used_weight_decay)
         for name in ("adamw", "sgd", "muon")
-        for options in [OptimizerOptions(name=name)]  # type: ignore[arg-type]
+        for options in [OptimizerOptions(name=name)]
     }
     assert used["adamw"][1] == 0.01
     assert used["sgd"] == (0.9, 0.01)

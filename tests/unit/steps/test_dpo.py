@@ -158,6 +158,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_only_language_models_are_trained() -> None:
     step = train_step_named("dpo", "causal_lm")
     assert type(step) is DPOTrainStep
-    for fields in ({"task": "sequence_classification"}, {"architecture": "bert"}):
+    classifier = replace(MODEL, task="sequence_classification")
+    bert = replace(MODEL, architecture="bert")
+    for model in (classifier, bert):
         with pytest.raises(ConfigError, match="DPOTrainStep: expected a GPT that is a language mo"):
-            step.bind(replace(MODEL, **fields))
+            step.bind(model)

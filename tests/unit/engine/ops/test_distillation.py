@@ -84,7 +84,7 @@ def test_divergence_and_gradient(
     full = torch.cat([part for _, part in results], dim=-1)
     assert full.dtype is dtype
     assert (full[..., VOCAB_SIZE:] == 0).all()
-    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    rtol, atol = 1e-5, 1e-6
     if dtype is torch.bfloat16:
-        tolerance = {"rtol": 1e-2, "atol": 1e-3}
-    torch.testing.assert_close(full[..., :VOCAB_SIZE].float(), gradient, **tolerance)
+        rtol, atol = 1e-2, 1e-3
+    torch.testing.assert_close(full[..., :VOCAB_SIZE].float(), gradient, rtol=rtol, atol=atol)
