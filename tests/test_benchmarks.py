@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import convergence, picture
+from benchmarks import convergence, muon, picture
 from benchmarks.attention import KINDS, Kind
 from benchmarks.cases import case_named
 from benchmarks.measurement import read, tables
@@ -66,6 +66,15 @@ def test_attention_benchmark_measures_every_kind() -> None:
     rows = [line.split("|")[1:4] for line in printed.splitlines() if line.startswith("| ")][1:]
     assert [name.strip() for name, _, _ in rows] == [kind.name for kind in KINDS]
     assert all(float(milliseconds) > 0 for _, milliseconds, _ in rows)
+
+
+def test_muon_benchmark_measures_update_products_and_adamw() -> None:
+    options = ("--device", "cpu", "--case", "smoke", "--warm-up", "0", "--calls", "1")
+    printed = _run_on_ranks(1, "muon", *options)
+    rows = [line.split("|")[1:3] for line in printed.splitlines() if line.startswith("| ")][1:]
+    assert [name.strip() for name, _ in rows] == ["Muon", "its products", "AdamW"]
+    assert all(float(milliseconds) > 0 for _, milliseconds in rows)
+    assert printed.count("Overhead over AdamW at ") == len(muon.TOKENS_A_STEP)
 
 
 def test_flops_of_attention_count_pairs_that_are_seen() -> None:

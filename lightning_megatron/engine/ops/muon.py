@@ -14,8 +14,9 @@ matrices on their owners (gradients would have to be sent as well, and checkpoin
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ AdjustLR = Literal["original", "match_rms_adamw"]
 ITERATION_DTYPE = torch.bfloat16
 """Dtype of the iterations and of what ranks send each other."""
 
-_BATCH_ELEMENTS = 2**24
+BATCH_ELEMENTS = 2**24
 """Elements of matrices of one shape that are orthogonalized together."""
 
 
@@ -109,29 +110,29 @@ class MatrixUpdates:
                     continue
                 gradient = master.grad
                 assert gradient is not None, "every trained weight has a gradient"
-                momentum = momenta[master]
-                if grad_scale is not None:
-                    gradient = gradient / grad_scale
-                if found_inf is not None:
-                    # So that the momentum stays as it is.
-                    gradient = torch.where(found_inf == 0, gradient, momentum)
+                update = _update_momentum
+                if master.is_cuda:
+                    update = _compiled_update()
                 group = group_of[index]
-                directions[index] = self._direction(gradient, momentum, group["momentum"])
+                directions[index] = update(
+                    momenta[master].view(-1),
+                    gradient.view(-1),
+                    grad_scale,
+                    found_inf,
+                    decay=group["momentum"],
+                    nesterov=self._nesterov,
+                    dtype=ITERATION_DTYPE,
+                )
                 _decay(master, 1 - group["lr"] * group["weight_decay"], found_inf)
-            updates = self._exchange(matrices, directions)
-            if found_inf is not None:
-                updates = updates.where(found_inf == 0, 0.0)
+            updates = self._exchange(matrices, directions, found_inf)
             self._apply(matrices, updates, group_of)
 
-    def _direction(self, gradient: Tensor, momentum: Tensor, decay: float) -> Tensor:
-        """Update a momentum; returns what is to be orthogonalized, [elements held]."""
-        momentum.lerp_(gradient, 1 - decay)
-        direction = momentum
-        if self._nesterov:
-            direction = gradient.lerp(momentum, decay)
-        return direction.to(ITERATION_DTYPE).flatten()
-
-    def _exchange(self, matrices: Round, directions: Mapping[int, Tensor]) -> Tensor:
+    def _exchange(
+        self,
+        matrices: Round,
+        directions: Mapping[int, Tensor],
+        found_inf: Tensor | None,
+    ) -> Tensor:
         """Orthogonalize the matrices of a round; returns this rank's parts of them, in the order of their owners."""
         rank = self._ranks.rank
         owned = matrices.of_owners[rank]
@@ -140,7 +141,7 @@ class MatrixUpdates:
             [_num_sent(of_owner, rank) for of_owner in matrices.of_owners],
             [_num_sent(owned, other) for other in range(self._ranks.size)],
         )
-        results = self._orthogonalized(owned, received)
+        results = self._orthogonalized(owned, received, found_inf)
         return self._all_to_all(
             _parts_of_ranks(owned, results, self._ranks.size),
             [_num_held(owned, other) for other in range(self._ranks.size)],
@@ -156,7 +157,7 @@ class MatrixUpdates:
         """Send ``pieces``, in the order of the ranks that get them; returns what this rank gets, in order of ranks."""
         nothing = torch.empty(0, dtype=ITERATION_DTYPE, device=self._device)
         sent = torch.cat([nothing, *pieces])
-        if self._ranks.group is None:
+        if self._ranks.size == 1:
             return sent
         received = sent.new_empty(sum(received_counts))
         dist.all_to_all_single(
@@ -168,22 +169,37 @@ class MatrixUpdates:
         )
         return received
 
-    def _orthogonalized(self, owned: Sequence[Matrix], received: Tensor) -> list[Tensor]:
+    def _orthogonalized(
+        self,
+        owned: Sequence[Matrix],
+        received: Tensor,
+        found_inf: Tensor | None,
+    ) -> list[Tensor]:
         """Elements of each owned matrix, those of all tp ranks one behind the other."""
-        whole = [received.new_empty(sum(matrix.sizes)) for matrix in owned]
-        begin = 0
-        for rank in range(self._ranks.size):
-            for matrix, elements in zip(owned, whole, strict=True):
-                count = matrix.num_sent(rank)
-                if count:
-                    elements[matrix.held_by(rank)] = received[begin : begin + count]
-                    begin += count
+        whole = self._assembled(owned, received)
         for numbers in _batches(owned):
-            stacked = torch.stack([owned[number].joined(whole[number]) for number in numbers])
-            orthogonal = orthogonalize(stacked, self._iterations)
+            matrices = [owned[number].joined(whole[number]) for number in numbers]
+            batch = matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
+            orthogonal = orthogonalize(batch, self._iterations, found_inf)
             for number, matrix in zip(numbers, orthogonal, strict=True):
                 whole[number] = owned[number].split(matrix)
         return whole
+
+    def _assembled(self, owned: Sequence[Matrix], received: Tensor) -> list[Tensor]:
+        whole: dict[int, Tensor] = {}
+        begin = 0
+        for rank in range(self._ranks.size):
+            for number, matrix in enumerate(owned):
+                count = matrix.num_sent(rank)
+                part = received[begin : begin + count]
+                begin += count
+                if count == sum(matrix.sizes):
+                    whole[number] = part
+                elif count:
+                    if number not in whole:
+                        whole[number] = received.new_empty(sum(matrix.sizes))
+                    whole[number][matrix.held_by(rank)] = part
+        return [whole[number] for number in range(len(owned))]
 
     def _apply(
         self,
@@ -201,6 +217,35 @@ class MatrixUpdates:
                 weights = master.view(-1)[part.begin : part.end]
                 weights.add_(updates[begin:end], alpha=-ratio * group_of[matrix.shard]["lr"])
                 begin = end
+
+
+def _update_momentum(
+    momentum: Tensor,
+    gradient: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    *,
+    decay: float,
+    nesterov: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Update a momentum, [n]; returns what is to be orthogonalized, [n] in ``dtype``."""
+    if grad_scale is not None:
+        gradient = gradient / grad_scale
+    if found_inf is not None:
+        # So that the momentum stays as it is.
+        gradient = torch.where(found_inf == 0, gradient, momentum)
+    momentum.lerp_(gradient, 1 - decay)
+    direction = momentum
+    if nesterov:
+        direction = gradient.lerp(momentum, decay)
+    return direction.to(dtype)
+
+
+@functools.cache
+def _compiled_update() -> Callable[..., Tensor]:
+    """``_update_momentum``, compiled once per process for any number of elements: eagerly it is five kernels."""
+    return torch.compile(_update_momentum, dynamic=True)
 
 
 def _decay(master: Tensor, factor: float, found_inf: Tensor | None) -> None:
@@ -254,6 +299,6 @@ def _batches(owned: Sequence[Matrix]) -> Iterator[list[int]]:
     for number, matrix in enumerate(owned):
         by_shape.setdefault(matrix.shape, []).append(number)
     for (rows, columns), numbers in by_shape.items():
-        size = max(1, _BATCH_ELEMENTS // (rows * columns))
+        size = max(1, BATCH_ELEMENTS // (rows * columns))
         for begin in range(0, len(numbers), size):
             yield numbers[begin : begin + size]

@@ -12,10 +12,20 @@ EPSILON = 1e-7
 """Least norm by which a matrix is divided."""
 
 
-def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
-    """Move the singular values of each matrix near 1 and keep its singular vectors: [n, rows, columns].
+def orthogonalize(
+    matrices: Tensor,
+    iterations: int,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """Move the singular values of each matrix near 1 and keep its singular vectors.
 
-    The products are computed in the dtype of ``matrices``.
+    Args:
+        matrices: [n, rows, columns], finite; the products are computed in their dtype.
+        iterations: Number of iterations.
+        found_inf: [1], on the device: if not 0, the results are zeros.
+
+    Returns:
+        As ``matrices``.
     """
     linear, cubic, quintic = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
@@ -23,7 +33,10 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     if is_tall:
         x = x.mT
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / norms.clamp(min=EPSILON)
+    divisors = norms.clamp(min=EPSILON)
+    if found_inf is not None:
+        divisors = torch.where(found_inf == 0, divisors, torch.inf)
+    x = x / divisors
     for _ in range(iterations):
         gram = torch.bmm(x, x.mT)
         of_gram = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
