@@ -1,5 +1,6 @@
 """The public names and their modules, for type checkers and for ``__init__.py``, which parses this file."""
 
+from lightning_megatron.callbacks.ema import EMA as EMA
 from lightning_megatron.callbacks.harness_evaluation import HarnessEvaluation as HarnessEvaluation
 from lightning_megatron.callbacks.loss_curve import LossCurve as LossCurve
 from lightning_megatron.callbacks.perplexity import PerplexityReport as PerplexityReport

@@ -62,6 +62,7 @@ from lightning_megatron.engine.schedule import Schedule
 from lightning_megatron.engine.settings import EngineSettings, Recipe, Recompute
 from lightning_megatron.engine.shared_weights import freeze_shared_weights
 from lightning_megatron.engine.step import StepOutput, StepShape
+from lightning_megatron.engine.weight_average import WeightAverage
 from lightning_megatron.engine.wrap import finish_parameter_gathers, to_16bit, to_ddp
 from lightning_megatron.errors import (
     CheckpointError,
@@ -229,6 +230,8 @@ class MegatronStrategy(DDPStrategy):
         self._schedule: Schedule | None = None
         self.step_shape: StepShape | None = None
         """Rows and tokens of the last step; None before the first."""
+        self.weight_average: WeightAverage | None = None
+        """Moving average of the weights of the last fit, for the callback ``EMA``; None without that callback."""
         self._weights_to_reshard: Path | None = None
         self._has_warned_of_clipping = False
         self._engine_losses: list[EngineLoss] = []
@@ -513,6 +516,9 @@ class MegatronStrategy(DDPStrategy):
                 freeze_shared_weights(self.chunks, self.host_group)
                 module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
             self._schedule = Schedule(self.chunks, self.topology, graphs)
+            is_averaged = self.weight_average is not None and self.weight_average.is_of(self.chunks)
+            if fitting or not is_averaged:
+                self.weight_average = None
             if fitting:
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
@@ -538,6 +544,31 @@ class MegatronStrategy(DDPStrategy):
         )
         with self.engine():
             return MegatronOptimizer(self.chunks, options, lr, context)
+
+    def average_weights(self, device: torch.device | None) -> None:
+        """Keep a moving average of the trained weights, ``weight_average``, in this run and its checkpoints.
+
+        For a callback's ``on_fit_start``: the optimizer exists then, and no checkpoint is loaded yet.
+
+        Args:
+            device: Where the average is kept; None: where the weights are.
+        """
+        optimizer = ready(self.megatron_optimizer, "setup")
+        self.weight_average = WeightAverage(self.chunks, optimizer.parts, device)
+        self.checkpointing.keep_average(self.weight_average)
+
+    def swap_average_in(self) -> None:
+        """Put ``weight_average`` in place of the weights, if there is one; every rank must call.
+
+        It stays there until the end of the evaluation that runs, or until its ``swap_out``.
+        """
+        if self.weight_average is not None:
+            with self.engine():
+                self.weight_average.swap_in()
+
+    def _swap_average_out(self) -> None:
+        if self.weight_average is not None:
+            self.weight_average.swap_out()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -616,6 +647,20 @@ class MegatronStrategy(DDPStrategy):
         """Agree on how many batches every rank has: a replica with fewer samples does not repeat any."""
         num_batches = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))
         self._common_batches = float(self.reduce(num_batches, self.host_group, "min"))
+
+    # Lightning calls these after the hooks of all callbacks and of the module, which see the averaged weights.
+
+    @override
+    def on_validation_end(self) -> None:
+        self._swap_average_out()
+
+    @override
+    def on_test_end(self) -> None:
+        self._swap_average_out()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._swap_average_out()
 
     @override
     def on_train_start(self) -> None:
@@ -753,6 +798,7 @@ class MegatronStrategy(DDPStrategy):
             model_description=description,
             hugging_face_config=getattr(module, "hugging_face_config", None),
             base=getattr(adaptation, "base", None),
+            average=self.weight_average,
         )
 
     @override

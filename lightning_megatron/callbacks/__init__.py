@@ -4,6 +4,7 @@ They read a run through the strategy's public properties, and may import what is
 ``module`` and ``cli`` imports them.
 """
 
+from lightning_megatron.callbacks.ema import EMA
 from lightning_megatron.callbacks.harness_evaluation import HarnessEvaluation
 from lightning_megatron.callbacks.loss_curve import LossCurve
 from lightning_megatron.callbacks.perplexity import PerplexityReport
@@ -15,6 +16,7 @@ from lightning_megatron.callbacks.throughput import ThroughputMonitor
 from lightning_megatron.callbacks.top_logits import TopLogitsWriter
 
 __all__ = [
+    "EMA",
     "HarnessEvaluation",
     "LossCurve",
     "PerplexityReport",

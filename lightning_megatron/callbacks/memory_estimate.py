@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_megatron.callbacks.ema import EMA
 from lightning_megatron.planning.devices import GIB
 from lightning_megatron.planning.memory import memory
 from lightning_megatron.planning.run import make_run
@@ -40,7 +41,9 @@ class MemoryEstimate(Callback):
             world_size=trainer.world_size,
             uses_muon=pl_module.optimizer_options.name == "muon",  # type: ignore[union-attr]
         )
-        expected = memory(run)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        has_average = any(isinstance(each, EMA) and each.device is None for each in callbacks)
+        expected = memory(replace(run, ema=has_average))
         available = torch.cuda.get_device_properties(strategy.root_device).total_memory
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
         line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {available / GIB:.1f} GiB ({parts})"

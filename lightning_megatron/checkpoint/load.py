@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from lightning_megatron.checkpoint.find import find_newest
@@ -29,10 +30,13 @@ from lightning_megatron.checkpoint.state import (
     RunState,
     layout_of,
     rng_file,
+    sharded_average,
     sharded_state,
     sharded_weights,
 )
+from lightning_megatron.checkpoint.table import read_table
 from lightning_megatron.engine.collectives import raise_on_all_ranks
+from lightning_megatron.engine.entries import EMA
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import checks_options
@@ -90,6 +94,8 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
             rank = dist.get_rank() if is_same_layout else 0
             random_states = dict(load_plain(path / rng_file(rank)))
     _load(_with_saved_part(run, meta), path)
+    if run.optimizer is not None:
+        _resume_average(run, meta, path)
     if run.optimizer is not None and is_same_layout:
         run.runtime.load_state_dict(random_states)
     elif run.optimizer is not None:
@@ -101,6 +107,57 @@ def resume(run: RunState, path: Path) -> dict[str, Any]:
             )
     lightning_state: dict[str, Any] = meta["lightning"]
     return lightning_state
+
+
+@torch.no_grad()
+def _resume_average(run: RunState, meta: Mapping[str, Any], path: Path) -> None:
+    """Load the average of the weights, if the run keeps one; every rank must call."""
+    num_averaged = max(0, meta.get("num_averaged", 0))
+    if run.average is None:
+        if num_averaged:
+            rank_zero_warn(
+                f"checkpoint {path} has the average of {num_averaged} updates that EMA kept, and this run has no EMA: "
+                "its checkpoints will have none; add the callback to continue the average"
+            )
+        return
+    if num_averaged > 0:
+        load_sharded(sharded_average(run), path)
+    else:
+        rank_zero_info(
+            f"checkpoint {path} has no average of the weights: EMA begins one in this run"
+        )
+    run.average.num_updates = num_averaged
+
+
+@torch.no_grad()
+def load_average(run: RunState, path: Path) -> bool:
+    """Load the average in a checkpoint in place of the weights that were trained; every rank must call.
+
+    Args:
+        run: With the weights of the checkpoint: those that were frozen stay.
+        path: The checkpoint, which was verified before.
+
+    Returns:
+        Whether the checkpoint has an average; if not, the weights stay as they are.
+    """
+    path = recover(path)
+    with raise_on_all_ranks():
+        names = set(read_table(path).state_dict_metadata)
+    state = sharded_weights(run.chunks)
+    averaged: dict[str, Any] = {}
+    for chunk, weights in state.items():
+        averaged[chunk] = {
+            name: weight
+            for name, weight in weights.items()
+            if isinstance(weight, ShardedBase) and EMA + weight.key in names
+        }
+    if not any(name.startswith(EMA) for name in names):
+        return False
+    add_prefix_for_sharding(averaged, EMA)
+    # Layers of a stack that were frozen have no average, and keep their weights.
+    loaded, _, _ = load_sharded(averaged, path, may_lack_elements=True)
+    _load_state_dicts(run.chunks, loaded, strict=False)
+    return True
 
 
 def _may_have_dropout(run: RunState) -> bool:

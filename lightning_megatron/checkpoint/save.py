@@ -69,6 +69,7 @@ from lightning_megatron.checkpoint.state import (
     RunState,
     layout_of,
     rng_file,
+    sharded_average,
     sharded_state,
     sharded_weights,
 )
@@ -277,7 +278,7 @@ def preallocate(run: RunState, memory: HostMemory) -> None:
 
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
-    plan, planner, _ = _plan_save(sharded_state(run))
+    plan, planner, _ = _plan_save(sharded_state(run) | sharded_average(run))
     memory.preallocate(_tensors(plan.items, planner))
 
 
@@ -354,6 +355,7 @@ def meta_bytes(run: RunState, lightning_state: Mapping[str, Any]) -> bytes:
         "time": time.time(),
         "position": run.position,
         "part": run.part,
+        "num_averaged": run.num_averaged,
         "base": run.base,
         "hugging_face_config": None if config is None else dict(config),
     }

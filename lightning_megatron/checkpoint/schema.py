@@ -32,6 +32,7 @@ _REQUIRED: dict[str, _Kinds] = {
 _OPTIONAL: dict[str, _Kinds] = {
     "time": _NUMBER,
     "part": (str,),
+    "num_averaged": (int,),
     "base": _OPTIONAL_TEXT,
     "hugging_face_config": _OPTIONAL_DICT,
 }

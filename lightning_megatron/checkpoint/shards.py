@@ -44,11 +44,19 @@ def load_sharded(
     state: dict[str, Any],
     path: Path,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    may_lack_elements: bool = False,
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Load as ``dist_checkpointing.load`` of megatron-core 0.16 to 0.19, without running code; every rank must call.
 
     From 0.17 on its strategies read the common part by themselves, with ``torch.load`` as the environment configures
     it.
+
+    Args:
+        state: Sharded tensors to load into.
+        path: The checkpoint.
+        strict: What to do about names that only one of both has.
+        may_lack_elements: Whether elements that are in no file keep their values, instead of raising an error.
 
     Returns:
         The loaded state; names in the checkpoint that ``state`` lacks; names in ``state`` that the checkpoint lacks.
@@ -65,7 +73,8 @@ def load_sharded(
         sharded, unexpected, missing = validate_integrity_and_strict_load(
             sharded, strict, True, local_metadata, global_metadata, _entries(path, table)
         )
-        merge(loaded, _read_shards(sharded, table_reader(path, table)))
+        reader = table_reader(path, table)
+        merge(loaded, _read_shards(sharded, reader, may_lack_elements=may_lack_elements))
         apply_factory_merges(loaded, factories)
     return loaded, unexpected, missing
 
@@ -84,10 +93,16 @@ def _entries(path: Path, table: Metadata) -> dict[str, Any]:
     return {each.unique_key: each for each in objects} | tensors
 
 
-def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+def _read_shards(
+    state: dict[str, Any],
+    reader: FileSystemReader,
+    *,
+    may_lack_elements: bool,
+) -> dict[str, Any]:
     """Read shards as Megatron's ``TorchDistLoadShardedStrategy.load``, with a reader and a planner that run no code."""
     weights = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
-    planner = _LoadPlanner(
+    planner_class = _LenientLoadPlanner if may_lack_elements else _LoadPlanner
+    planner = planner_class(
         shapes_validation_sharded_tensors=[
             each for each in weights if not each.allow_shape_mismatch
         ],
@@ -110,7 +125,9 @@ def _read_shards(state: dict[str, Any], reader: FileSystemReader) -> dict[str, A
     return loaded
 
 
-class _LoadPlanner(torch_dist.MCoreLoadPlanner):
+class _LenientLoadPlanner(torch_dist.MCoreLoadPlanner):
+    """Megatron's planner without code: elements that are not in the files keep their values in memory."""
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """As torch's, on plain data that was read and serialized again: two readers may interpret bytes differently."""
         data = read_pickle(value, foreign=False, name=f"its entry {read_item.dest_index.fqn}")
@@ -119,6 +136,8 @@ class _LoadPlanner(torch_dist.MCoreLoadPlanner):
         stream.seek(0)
         super().load_bytes(read_item, stream)
 
+
+class _LoadPlanner(_LenientLoadPlanner):
     def create_local_plan(self) -> Any:
         """As Megatron's, but raises for elements that are not in the files: they would keep their values in memory."""
         plan = super().create_local_plan()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.runtime import Runtime
+from lightning_megatron.engine.weight_average import WeightAverage
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.models.adapter_names import is_adapter, is_trained_with_lora
 
@@ -44,6 +45,14 @@ class RunState:
     """Which weights are saved or loaded."""
     position: Mapping[str, Any] | None = None
     """Place of the checkpoint that is saved among those of the run, on rank 0, as plain data; None outside of a run."""
+
+    average: WeightAverage | None = None
+    """Moving average of the trained weights; None in runs without one."""
+
+    @property
+    def num_averaged(self) -> int:
+        """Updates of the average that is saved; 0 if none is."""
+        return 0 if self.average is None else self.average.num_updates
 
     def settle(self) -> None:
         """Check the outcome of the last step before it is saved; every rank must call.
@@ -101,8 +110,18 @@ def sharded_state(
     *,
     is_loading: bool = False,
 ) -> dict[str, Any]:
-    """Weights and optimizer state as Megatron's sharded tensors; every rank must call."""
-    state = sharded_weights(run.chunks, run.part)
+    """Weights, optimizer state and, to save it, their average as Megatron's sharded tensors; every rank must call."""
+    models = sharded_weights(run.chunks, run.part)
+    state = dict(models)
     if run.optimizer is not None:
-        state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=is_loading)
+        state["optimizer"] = run.optimizer.sharded_state_dict(models, is_loading=is_loading)
+    if run.average is not None and run.num_averaged and not is_loading:
+        state["average"] = run.average.sharded_state_dict(models)
     return state
+
+
+def sharded_average(run: RunState) -> dict[str, Any]:
+    """The average of the weights alone, to load it or to reserve memory for it; every rank must call."""
+    if run.average is None:
+        return {}
+    return {"average": run.average.sharded_state_dict(sharded_weights(run.chunks))}

@@ -32,6 +32,7 @@ def convert(options: ConvertOptions) -> None:
     Examples:
         lightning-megatron convert --load-path gpt2 --save-path gpt2.ckpt --to megatron
         lightning-megatron convert --load-path last.ckpt --save-path trained --to hf --dtype bf16 --max-shard-size 2GB
+        lightning-megatron convert --load-path last.ckpt --save-path averaged --to hf --ema
         lightning-megatron convert --load-path llama --save-path legacy --to megatron-legacy --tp 4 --pp 2
     """
     _print_converted(options, ())

@@ -53,6 +53,8 @@ class GenerateOptions:
     """A Hugging Face config.json, for checkpoints without a model config."""
     iteration: int | None = None
     """Iteration to read from a directory of several (default: the last one saved)."""
+    ema: bool = False
+    """Take the average that the callback EMA kept, instead of the weights with which training goes on."""
     base: Path | None = None
     """Base model of adapters, or its name on the hub (default: the one that they name, if it is on this host)."""
     tp: int = 1
@@ -110,7 +112,13 @@ def generate(options: GenerateOptions, generation: GenerationOptions) -> None:
     from lightning_megatron.generate.request import build_request
     from lightning_megatron.generate.text import encode_prompts
 
-    stored = open_source(options.load_path, options.config, options.iteration, options.base)
+    stored = open_source(
+        options.load_path,
+        options.config,
+        options.iteration,
+        options.base,
+        ema=options.ema,
+    )
     if stored.model.architecture not in ("gpt", "t5"):
         raise ConfigError(f"{stored.path} is a {stored.model.family}, generate needs a GPT or T5")
     if not stored.model.has_output_layer:

@@ -44,6 +44,8 @@ class ConvertOptions:
     """Hugging Face ``config.json`` of the model, if the checkpoint does not describe it or to override it."""
     iteration: int | None = None
     """Iteration to read from a directory of several; the last one saved if left out."""
+    ema: bool = False
+    """Take the average that the callback ``EMA`` kept, in fp32, instead of the weights with which training goes on."""
     base: Path | None = None
     """Base model of adapters (LoRA), or its name on the hub; the one that they name if left out, which must be a
     directory or in the hub's cache."""

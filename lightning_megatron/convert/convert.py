@@ -88,7 +88,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     if options.tokenizer is not None:
         options = replace(options, tokenizer=local_folder(options.tokenizer, "tokenizer"))
     save_path = _check_paths(options)
-    source = open_source(options.load_path, options.config, options.iteration, options.base)
+    source = _open(options.load_path, options, options.iteration)
     if options.to != "hf":
         padding = options.make_vocab_size_divisible_by
         padded = replace(source.model, make_vocab_size_divisible_by=padding)
@@ -141,6 +141,14 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
     return source.kind
 
 
+def _open(
+    path: Path,
+    options: ConvertOptions,
+    iteration: int | None = None,
+) -> ModelSource:
+    return open_source(path, options.config, iteration, options.base, ema=options.ema)
+
+
 def _open_others(
     paths: Sequence[Path],
     source: ModelSource,
@@ -149,7 +157,7 @@ def _open_others(
     """Open the checkpoints to average with ``source``, and check that they are of the same model."""
     others = []
     for path in paths:
-        other = open_source(path, options.config, base=options.base)
+        other = _open(path, options)
         _check_same_model(other, source)
         others.append(other)
     if options.to == "peft":

@@ -79,12 +79,18 @@ def join_names(names: list[str]) -> str:
     return f"{joined}, …" if len(names) > _MAX_NAMES else joined
 
 
-def find_source(path: Path, iteration: int | None = None) -> Source | None:
+def find_source(
+    path: Path,
+    iteration: int | None = None,
+    *,
+    ema: bool = False,
+) -> Source | None:
     """Detect the format of the checkpoint at ``path`` and open its headers; None if the format is unknown.
 
     Args:
         path: A directory, or a file of one.
         iteration: See ``iteration_folder``.
+        ema: Whether to read the average that EMA kept.
 
     Raises:
         CheckpointError: If the checkpoint is unfinished, damaged or unsafe.
@@ -96,7 +102,11 @@ def find_source(path: Path, iteration: int | None = None) -> Source | None:
         path = directory_of(path) or path
     path = iteration_folder(path, iteration)
     if (path / META).is_file():
-        return StrategySource(path)
+        return StrategySource(path, ema=ema)
+    if ema:
+        raise ConfigError(
+            f"ema=True: expected a *.ckpt of a run with the callback EMA, got {path}; leave it out"
+        )
     if is_distributed(path):
         return CoreSource(path)
     if has_weights(path):
@@ -113,6 +123,8 @@ def open_source(
     config: Path | None = None,
     iteration: int | None = None,
     base: Path | None = None,
+    *,
+    ema: bool = False,
 ) -> ModelSource:
     """Open a checkpoint of any format and describe its model.
 
@@ -122,6 +134,7 @@ def open_source(
         iteration: Iteration to select below a directory of several; None: the one that the tracker file names.
         base: Base model of adapters, as a path or a name on the hub; None: the one that they name, if it is a directory
             or in the hub's cache.
+        ema: Whether to read the average that EMA kept, instead of the weights with which training goes on.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged or unsafe.
@@ -134,7 +147,7 @@ def open_source(
         raise CheckpointError(
             f"load_path={path} does not exist; give a checkpoint or a Hugging Face model directory"
         )
-    source = find_source(path, iteration)
+    source = find_source(path, iteration, ema=ema)
     if source is None:
         found = "a file"
         if path.is_dir():

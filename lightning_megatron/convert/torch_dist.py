@@ -50,6 +50,7 @@ from lightning_megatron.convert.registry import (
 )
 from lightning_megatron.convert.shards import EXPERTS, Key, Region, parse_key
 from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source, Stored
+from lightning_megatron.engine.entries import EMA
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import CLASSIFICATION, ModelConfig, variant_of
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
@@ -135,6 +136,8 @@ class DistributedSource(Source):
                 self.companions = folder
                 break
         self._found: dict[Key, Stored] = {}
+        self._averages: dict[str, str] = {}
+        """Entries to read instead of those of weights, where they have values."""
         self._reader = table_reader(path, table)
 
     def find(self, known: Collection[str] = ()) -> dict[Key, Stored]:
@@ -160,7 +163,8 @@ class DistributedSource(Source):
             shape = stored.shape[axes:]
             for index in itertools.product(*map(range, stored.shape[:axes])):
                 indices = index if layer is None else (layer, *index)
-                self._found[Key(name, *indices)] = Stored(shape, stored.dtype, (entry, index))
+                dtype = self.stored[self._averages.get(entry, entry)].dtype
+                self._found[Key(name, *indices)] = Stored(shape, dtype, (entry, index))
         return self._found
 
     def match(
@@ -174,16 +178,16 @@ class DistributedSource(Source):
 
     def read(self, region: Region) -> Tensor:
         """See ``Source``."""
+        dtype = self._found[region.key].dtype
         name, index = self._found[region.key].location
         one_each = (1,) * len(index)
         box = ChunkStorageMetadata(
             offsets=torch.Size((*index, *region.offset)),
             sizes=torch.Size((*one_each, *region.size)),
         )
-        stored = self.stored[name]
-        target = torch.empty(box.sizes, dtype=stored.dtype)
         try:
-            items = create_read_items_for_chunk_list(name, stored.location, [box])
+            name, items = self._items(name, box)
+            target = torch.empty(box.sizes, dtype=self.stored[name].dtype)
             num_values = sum(math.prod(item.lengths) for item in items)
             if num_values != target.numel():
                 raise ValueError("some of its values are in no file")
@@ -194,7 +198,17 @@ class DistributedSource(Source):
                 f"checkpoint {self.path} is damaged: {name} cannot be read ({type(error).__name__}: {reason}); use "
                 "another"
             ) from None
-        return target[(0,) * len(index)]
+        return target[(0,) * len(index)].to(dtype)
+
+    def _items(self, name: str, box: ChunkStorageMetadata) -> tuple[str, list[Any]]:
+        """The entry to read for a weight, and its items with values in ``box``."""
+        average = self._averages.get(name)
+        if average is not None:
+            items = create_read_items_for_chunk_list(average, self.stored[average].location, [box])
+            if items:
+                return average, items
+            # This layer of a stack was frozen: only others have an average.
+        return name, create_read_items_for_chunk_list(name, self.stored[name].location, [box])
 
 
 class StrategySource(DistributedSource):
@@ -202,14 +216,24 @@ class StrategySource(DistributedSource):
 
     kind = "checkpoint of MegatronStrategy"
 
-    def __init__(self, path: Path) -> None:
-        """Also read the metadata that the run saved; see ``DistributedSource``."""
+    def __init__(self, path: Path, *, ema: bool = False) -> None:
+        """Also read the metadata that the run saved; see ``DistributedSource``.
+
+        Args:
+            path: The checkpoint.
+            ema: Whether to read the average that EMA kept; weights that were frozen have none, and are read themselves.
+
+        Raises:
+            CheckpointError: If there is no average, too.
+        """
         check_complete(path)
         if (path / CHECKSUMS).is_file():  # older checkpoints have none
             verify_checksums(path, only=(TABLE, META))
         super().__init__(path)
         meta = load_meta(path)
         self._meta = meta
+        if ema:
+            self._averages = self._find_averages()
         lightning = meta["lightning"]
         self.base = meta.get("base")
         self.has_base_weights = meta.get("part") != "adapters"
@@ -230,6 +254,16 @@ class StrategySource(DistributedSource):
             },
             "lightning": lightning.get("pytorch-lightning_version"),
         }
+
+    def _find_averages(self) -> dict[str, str]:
+        """Entry of the average of each weight that has one."""
+        averages = {name.removeprefix(EMA): name for name in self.stored if name.startswith(EMA)}
+        if not averages:
+            raise CheckpointError(
+                f"checkpoint {self.path}: expected one of a run with the callback EMA, got one without an average; "
+                "leave ema out"
+            )
+        return averages
 
     def describe(self, config: Path | None) -> Description:
         """See ``Source``; first verifies the checksums of all files, once."""

@@ -22,6 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from lightning_megatron.engine.entries import EMA
+
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Keys that identify a parameter group; each rank has all groups, in any order."""
 
@@ -100,6 +102,27 @@ def sharded(
             shards = _shards(placed, held, tensor, f"optimizer.state.{name}")
             for index, shard in enumerate(shards):
                 entries[f"{number}.{name}.{index}"] = shard
+    return entries
+
+
+def sharded_average(
+    states: Sequence[ParamState],
+    averages: Sequence[Tensor],
+    models: Mapping[str, Any],
+) -> dict[str, ShardedTensor]:
+    """Sharded tensors of an average of the master weights, which view it.
+
+    Args:
+        states: What this rank's optimizer holds of each parameter.
+        averages: The average of each master weight's elements, in the same order; each [elements held].
+        models: Sharded state dict of all chunks, with the parameters themselves as data.
+    """
+    placements = _placements(models)
+    entries: dict[str, ShardedTensor] = {}
+    for number, (held, average) in enumerate(zip(states, averages, strict=True)):
+        placed = placements[id(held.parameter)]
+        for index, shard in enumerate(_shards(placed, held, average, EMA.removesuffix("."))):
+            entries[f"{number}.{index}"] = shard
     return entries
 
 

@@ -29,6 +29,8 @@ def memory(run: PlannedRun) -> Memory:
 def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
     # Adam's two moments, and an fp32 master copy of 16-bit weights.
     state_bytes = 8.0 if run.bytes_per_element == 4 else 12.0
+    if run.ema:
+        state_bytes += 4.0
     # Of matrices Muon has the first moment alone.
     without_moment = 4.0 * run.optimizer_matrices(pp_rank)
     return Memory(

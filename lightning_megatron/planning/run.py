@@ -46,6 +46,8 @@ class PlannedRun:
     """Whether Muon updates the matrices of the layers, and AdamW the rest; otherwise AdamW updates all."""
     cuda_graphs: bool = False
     """Whether microbatches are replayed as CUDA graphs, without launches from Python."""
+    ema: bool = False
+    """Whether the GPUs also keep an average of the weights."""
     layout: tuple[int, ...] = field(default=())
     """Number of layers of each model chunk; empty for the default of ``parallel``."""
 

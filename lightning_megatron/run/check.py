@@ -31,7 +31,8 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
         callbacks.StochasticWeightAveraging,
         callbacks.WeightAveraging,
     ): "copies the module before its weights exist, and "
-    "would average nothing; remove it, and average checkpoints with lightning-megatron average",
+    "would average nothing; remove it, and use lightning_megatron.EMA(decay=0.999), or average checkpoints with "
+    "lightning-megatron average",
     callbacks.ModelPruning: "masks whole weights, of which each rank has a shard, under names of its own; remove it",
     callbacks.BaseFinetuning: "adds parameters to the optimizer while training, and Megatron's buffers are laid out "
     "once; freeze with requires_grad_(False) in configure_model, and unfreeze between two runs of fit, instead",

@@ -28,7 +28,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import find
 from lightning_megatron.checkpoint.host_memory import HostMemory
-from lightning_megatron.checkpoint.load import LoadFrom, load_initial_weights, resume
+from lightning_megatron.checkpoint.load import (
+    LoadFrom,
+    load_average,
+    load_initial_weights,
+    resume,
+)
 from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.checkpoint.state import RunState
@@ -36,6 +41,7 @@ from lightning_megatron.data.resumable import ResumableLoader
 from lightning_megatron.data.stateful import StatefulLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
 from lightning_megatron.engine.progress import progress
+from lightning_megatron.engine.weight_average import WeightAverage
 from lightning_megatron.errors import (
     TERMINATED,
     CheckpointError,
@@ -221,19 +227,32 @@ class Checkpointing:
         if self._position is not None:
             self._position = replace(self._position, save=self._position.save + 1)
             run = replace(run, position=asdict(self._position))
-        saving = Save(run, checkpoint, self._strategy.broadcast(str(filepath)))
-        self._removals = [path for path in self._removals if path != saving.path]
-        with self._failure_as_warning(is_final):
-            self._raise_failed_lookup(saving.path)
-            saving.start(self._memory)
-            self.saving = saving
-            if "optimizer_states" in checkpoint:
-                self._steps[saving.path] = checkpoint["global_step"]
-        if is_final or not self._asynchronous:
-            self.finish(is_final=is_final)
+        with self._trained_weights():
+            saving = Save(run, checkpoint, self._strategy.broadcast(str(filepath)))
+            self._removals = [path for path in self._removals if path != saving.path]
+            with self._failure_as_warning(is_final):
+                self._raise_failed_lookup(saving.path)
+                saving.start(self._memory)
+                self.saving = saving
+                if "optimizer_states" in checkpoint:
+                    self._steps[saving.path] = checkpoint["global_step"]
+            if is_final or not self._asynchronous:
+                self.finish(is_final=is_final)
         if is_final:
             self.end()
         progress.saved(time.monotonic() - start)
+
+    @contextlib.contextmanager
+    def _trained_weights(self) -> Iterator[None]:
+        """The trained weights within the block, also while their average is in their place."""
+        average = self._run.average
+        if average is None or not average.is_swapped_in:
+            yield
+            return
+        average.write_trained()
+        yield  # after an error the trained weights stay: the other ranks may not be here
+        with self._strategy.engine():
+            average.write_average()
 
     @progress.saving()
     def finish(self, *, is_final: bool = False) -> None:
@@ -517,6 +536,27 @@ class Checkpointing:
         if fitting or source is not None:
             # After this run, training may have changed them.
             modules_with_weights[module] = None if fitting else self.weight_origin
+
+    def keep_average(self, average: WeightAverage) -> None:
+        """Save and resume the average of the weights with this run."""
+        self._run = replace(self._run, average=average)
+
+    @property
+    def start_checkpoint(self) -> str | None:
+        """The checkpoint that the Trainer loads in this run; None if it loads none."""
+        return self._start_checkpoint
+
+    def load_average(self) -> bool:
+        """Replace the weights of the checkpoint that this evaluation has loaded by their average.
+
+        Every rank must call.
+
+        Returns:
+            Whether the checkpoint has an average; if not, the weights stay as they are.
+        """
+        assert self._start_checkpoint is not None, "there is a checkpoint"
+        with torch.inference_mode(False), self._strategy.engine():
+            return load_average(self._run, as_path(self._start_checkpoint))
 
     def _first_position(self) -> find.RunPosition:
         """Position of a start that loads no checkpoint: a new line, or that of the training that it goes on with."""

@@ -361,6 +361,7 @@ _PLACES: list[tuple[str, ...]] = [
     ("model_description",),
     ("time",),
     ("part",),
+    ("num_averaged",),
     ("base",),
     ("hugging_face_config",),
     ("lightning",),

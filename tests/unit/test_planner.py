@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.cases import case_named
-from lightning_megatron.callbacks import memory_estimate
+from lightning_megatron.callbacks import EMA, memory_estimate
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.engine.parallel import ParallelConfig
@@ -370,34 +370,41 @@ def test_recomputing_trades_memory_for_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "gib", "has_data", "message"),
+    ("optimizer", "gib", "has_data", "callbacks", "message"),
     [
         (
             "adamw",
             139,
             True,
+            [],
             r"^rank_zero_info: .* fullest GPU: 107\.7 of 139\.0 GiB \(weights 15\.0, ",
         ),
         (
             "adamw",
             100,
             True,
+            [],
             r"^rank_zero_warn: .* 107\.7 of 100\.0 GiB.*raise tp, pp or dp, lower micro_batch_size, or set recompute$",
         ),
         (
             "adamw",
             139,
             False,
+            [],
             r"67\.3 of 139\.0 GiB.*plus activations$",
         ),  # weights, gradients, optimizer
         # 4 bytes less of 6,979,321,856 parameters of matrices, over four ranks.
-        ("muon", 139, False, r"60\.8 of 139\.0 GiB.*plus activations$"),
+        ("muon", 139, False, [], r"60\.8 of 139\.0 GiB.*plus activations$"),
+        # 4 bytes more of 8,030,261,248 parameters, over four ranks.
+        ("adamw", 139, False, [EMA()], r"74\.8 of 139\.0 GiB.*plus activations$"),
+        ("adamw", 139, False, [EMA(device="cpu")], r"67\.3 of 139\.0 GiB.*plus activations$"),
     ],
 )
 def test_run_logs_expected_memory_and_warns_of_too_much(
     optimizer: Literal["adamw", "muon"],
     gib: int,
     has_data: bool,
+    callbacks: list[EMA],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -419,7 +426,10 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * GIB)
     )
     trainer: Any = SimpleNamespace(
-        strategy=strategy, datamodule=data if has_data else None, world_size=4
+        strategy=strategy,
+        datamodule=data if has_data else None,
+        world_size=4,
+        callbacks=callbacks,
     )
     module: Any = SimpleNamespace(
         model_config=LLAMA_RUN.model,

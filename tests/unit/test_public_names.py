@@ -75,11 +75,13 @@ ADDED = {
     "ClassificationTrainStep",
     "DPOTrainStep",
     "DistillationTrainStep",
+    "EMA",
     "PreferenceDataModule",
     "HarnessEvaluation",
     "HarnessOptions",
     "MegatronLM",
     "RewardTrainStep",
+    "StreamingTextDataModule",
     "TopLogitsDataset",
     "TopLogitsWriter",
 }
