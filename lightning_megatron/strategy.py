@@ -36,6 +36,7 @@ from lightning_megatron.data.resumable import (
 )
 from lightning_megatron.data.stateful import (
     StatefulLoader,
+    divides_among_ranks,
     is_stream,
     reads_everything,
     why_loader_is_not_exact,
@@ -604,11 +605,18 @@ class MegatronStrategy(DDPStrategy):
                 "train_dataloaders: this run cannot resume exactly, and a resumed one repeats or leaves out rows of a"
                 f" {reason}"
             )
-        if self.topology.dp > 1 and reads_everything(loader):
+        dp = self.topology.dp
+        if dp > 1 and reads_everything(loader):
             rank_zero_warn(
-                f"train_dataloaders: each of the {self.topology.dp} data-parallel replicas reads the whole stream; "
-                "split it in train_dataloader: datasets.distributed.split_dataset_by_node(dataset, data_parallel_rank,"
-                " data_parallel_size)"
+                f"train_dataloaders: each of the {dp} data-parallel replicas reads the whole stream; split it in "
+                "train_dataloader: datasets.distributed.split_dataset_by_node(dataset, data_parallel_rank, "
+                "data_parallel_size)"
+            )
+        if dp < self.world_size and divides_among_ranks(loader):
+            rank_zero_warn(
+                f"train_dataloaders: a {type(loader).__name__} divides its rows among {self.world_size} ranks, and"
+                f" one rank of each of the {dp} data-parallel replicas reads: the parts of the others are left out; use"
+                " a layout without model parallelism, or a stream divided by data_parallel_rank"
             )
         replicas = Replicas(
             group=self.host_group,

@@ -61,6 +61,13 @@ def reads_everything(loader: Any) -> bool:
     return is_hugging_face and getattr(dataset, "_distributed", None) is None
 
 
+def divides_among_ranks(loader: Any) -> bool:
+    """Whether a library divides the rows of a loader among all ranks itself, instead of among replicas."""
+    source = getattr(loader, "dataset", None)
+    # MosaicML's package is called streaming, a name that a user's own module may have too.
+    return type(source).__module__.startswith(("litdata.", "streaming.base."))
+
+
 def _has_shuffle_buffer(examples: Any) -> bool:
     """Whether a Hugging Face dataset shuffles in a buffer, here or in a dataset that it is made from."""
     if examples is None:

@@ -215,6 +215,23 @@ def test_hugging_face_streams_that_repeat_rows_are_reported() -> None:
     assert others == []
 
 
+def _divided(run: Run) -> list[str]:
+    dataset = _NumbersWithState(8, 0, 1)
+    # As litdata's and MosaicML's do.
+    type(dataset).__module__ = "streaming.base.dataset"
+    with recorded_warnings("divides its rows among 2 ranks") as messages:
+        fit(run.but(loader=lambda dp: DataLoader(dataset, batch_size=2)))
+    return messages
+
+
+def test_libraries_that_divide_rows_among_all_ranks_are_reported() -> None:
+    run = RUN.but(trainer={"max_epochs": 1})
+    assert run_ranks(_divided, 2, run) == [[], []]
+    (messages, others) = run_ranks(_divided, 2, run.but(strategy={"tp": 2}))
+    assert len(messages) == 1
+    assert others == []
+
+
 def _uneven(run: Run) -> list[list[int]]:
     rank = int(os.environ["RANK"])
     dataset = _NumbersWithState(8 + 12 * rank, 0, 1)
