@@ -115,13 +115,23 @@ def sharded_state(
     state = dict(models)
     if run.optimizer is not None:
         state["optimizer"] = run.optimizer.sharded_state_dict(models, is_loading=is_loading)
-    if run.average is not None and run.num_averaged and not is_loading:
-        state["average"] = run.average.sharded_state_dict(models)
+    if run.num_averaged and not is_loading:
+        state |= sharded_average(run, models if run.part == "all" else None)
     return state
 
 
-def sharded_average(run: RunState) -> dict[str, Any]:
-    """The average of the weights alone, to load it or to reserve memory for it; every rank must call."""
+def sharded_average(
+    run: RunState,
+    models: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The average of the weights, if there is one, as Megatron's sharded tensors; every rank must call.
+
+    Args:
+        run: The run.
+        models: All its weights as ``sharded_weights`` returns them; None to build them here.
+    """
     if run.average is None:
         return {}
-    return {"average": run.average.sharded_state_dict(sharded_weights(run.chunks))}
+    if models is None:
+        models = sharded_weights(run.chunks)
+    return {"average": run.average.sharded_state_dict(models)}

@@ -268,6 +268,7 @@ def _evaluated(
         exhaustive(DP2 | {"overlap_communication": True}, {"trainer": BF16}, id="overlap"),
         exhaustive({"ep": 2}, {"model": EXPERTS}, id="experts"),
         exhaustive(TP2, {"trainer": BF16}, id="frozen"),
+        exhaustive(DP2 | {"async_save": True}, {}, id="async"),
     ],
 )
 def test_evaluations_use_the_average_and_training_goes_on_with_the_weights(
@@ -305,6 +306,41 @@ def test_evaluations_use_the_average_and_training_goes_on_with_the_weights(
     assert converted.keys() == exported.keys()
     for name, weight in exported.items():
         assert torch.equal(converted[name].to(weight.dtype), weight), name
+
+
+def _adapted(folder: Path) -> None:
+    """Train adapters of a base model; save them in a checkpoint of weights alone, and the averaged ones for peft."""
+    from lightning_megatron import EMA
+
+    trainer, _ = fit(_run({}, 1))
+    trainer.lightning_module.save_pretrained(folder / "base")
+    base: dict[str, Any] = {"model": str(folder / "base"), "pretrained": True}
+    ema = EMA(decay=DECAY)
+    trainer, _ = fit(_run(TP2, 3, module={**base, **LORA}), ema)
+    trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
+    with ema.average_parameters():
+        trainer.lightning_module.save_pretrained(folder / "peft")
+
+
+@pytest.mark.exhaustive
+def test_averaged_adapters_are_in_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from lightning_megatron.convert import ConvertOptions
+    from lightning_megatron.convert.convert import convert
+
+    run_ranks(_adapted, 2, tmp_path)
+    adapters: dict[bool, dict[str, Tensor]] = {}
+    for ema in (False, True):
+        folder = tmp_path / f"converted {ema}"
+        saved = tmp_path / "adapters.ckpt"
+        convert(ConvertOptions(load_path=saved, save_path=folder, to="peft", ema=ema))
+        adapters[ema] = load_file(folder / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert exported.keys() == adapters[True].keys()
+    for name, weight in exported.items():
+        assert torch.equal(adapters[True][name], weight), name
+        assert not torch.equal(adapters[False][name], weight), name
 
 
 def _failed(run: Run) -> tuple[bool, bool]:
