@@ -55,6 +55,8 @@ class Case:
     """Tokens per row of a T5's decoder."""
     lora: Mapping[str, Any] | None = None
     """Fields of ``LoRA``; None to train the weights."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``OptimizerOptions``."""
     precision: str = "bf16-mixed"
     """``Trainer(precision=)``."""
     accelerator: Literal["gpu", "cpu"] = "gpu"
@@ -274,6 +276,14 @@ def _per_gpu(tokens: float) -> Target:
 _BF16_CASES: tuple[Case, ...] = (
     # Name, model, tokens per row, rows per microbatch, microbatches, GPUs, layout, target.
     Case("llama-1b", LLAMA_1B, 4096, 4, 2, target=Target("tokens_per_s", 60_000)),
+    Case(
+        "llama-1b-muon",
+        LLAMA_1B,
+        4096,
+        4,
+        2,
+        optimizer={"name": "muon", "adjust_lr": "match_rms_adamw"},
+    ),
     Case("gpt2-large", GPT2_LARGE, 1024, 24, 2, target=Target("tokens_per_s", 80_000)),
     Case("llama-8b-8layers", _LLAMA_8_LAYERS, 4096, 2, 8, target=Target("mfu_causal", 0.58)),
     Case("gpt2-large-tp2-pp2", GPT2_LARGE, 1024, 24, 2, 4, _TP2_PP2, Target("step_seconds", 0.32)),
@@ -340,6 +350,7 @@ _BF16_CASES: tuple[Case, ...] = (
     Case("smoke", _GPT2_TINY, 32, 2, 2, **_CPU),
     Case("smoke-bert", _BERT_TINY, 32, 2, 2, **_CPU),
     Case("smoke-t5", _T5_TINY, 32, 2, 2, decoder_seq_length=16, **_CPU),
+    Case("smoke-muon", _GPT2_TINY, 32, 2, 2, optimizer={"name": "muon"}, **_CPU),
     Case("smoke-lora", _GPT2_TINY, 32, 2, 2, 2, {"tp": 2}, lora={"rank": 4}, **_CPU),
     Case("smoke-experts", _EXPERTS_TINY, 32, 2, 2, 2, {**_TP2, "ep": 2}, **_CPU),
     Case("smoke-tp2", _GPT2_TINY, 32, 2, 2, 2, _TP2, **_CPU),

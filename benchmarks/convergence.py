@@ -1,4 +1,4 @@
-"""Convergence benchmark: training losses of bf16 and fp8 on real text, compared with the noise between seeds.
+"""Convergence benchmark: losses of bf16 and fp8, or of AdamW and Muon, on real text, beside the noise between seeds.
 
 The text is the source code and documentation that this machine has: every distinct ``.py``, ``.rst``, ``.md`` and
 ``.txt`` file, ordered by hash, tokenized by a byte-level BPE that is trained on its beginning. A seed sets the initial
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.cases import CASES, Case, case_named, changed
 from benchmarks.measurement import is_first_rank
-from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy
+from lightning_megatron import LRSchedule, MegatronModule, MegatronStrategy, OptimizerOptions
 from lightning_megatron.engine.ops import fp8 as fp8_op
 from lightning_megatron.engine.settings import Recipe
 from recipes.text import read_texts
@@ -42,14 +42,27 @@ class Way(NamedTuple):
     fp8: Recipe | None = None
     fast_backward: bool = True
     seed: int = 1
+    optimizer: OptimizerOptions = OptimizerOptions()
+    lr_mult: float = 1.0
+    """Factor of ``--lr``."""
 
 
+_ADAMW = OptimizerOptions(weight_decay=0.1)
+_MUON = OptimizerOptions(name="muon", adjust_lr="match_rms_adamw")
 WAYS = {
     "bf16": Way(),
     "bf16, seed 2": Way(seed=2),
     "fp8": Way("tensorwise"),
     "fp8, exact backward": Way("tensorwise", fast_backward=False),
+    "adamw": Way(optimizer=_ADAMW),
+    "adamw, 2 lr": Way(optimizer=_ADAMW, lr_mult=2.0),
+    "adamw, seed 2": Way(optimizer=_ADAMW, seed=2),
+    "muon": Way(optimizer=_MUON),
+    "muon, 2 lr": Way(optimizer=_MUON, lr_mult=2.0),
+    "muon, seed 2": Way(optimizer=_MUON, seed=2),
 }
+DEFAULT_WAYS = ("bf16", "bf16, seed 2", "fp8", "fp8, exact backward")
+"""Those that run unless ``--way`` chooses others."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -95,9 +108,11 @@ def run(case: Case, way: Way, tokens: np.ndarray[Any, Any], steps: int, lr: floa
     """Train, and return the loss of each step."""
     fp8_op.FAST_BACKWARD = way.fast_backward
     pl.seed_everything(way.seed, verbose=False)
+    lr *= way.lr_mult
     module = MegatronModule(
         model=dict(case.model),
         lr=lr,
+        optimizer=way.optimizer,
         lr_schedule=LRSchedule(style="cosine", warmup_fraction=0.05, min_lr=lr / 10),
     )
     recorder = Losses()
@@ -186,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_first_rank():
         print(header, flush=True)
     curves = {}
-    for name in options.way or WAYS:
+    for name in options.way or DEFAULT_WAYS:
         curves[name] = run(case, WAYS[name], tokens, options.steps, options.lr)
         if is_first_rank():
             options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +230,10 @@ def _parser() -> argparse.ArgumentParser:
         "--lr", type=float, default=3e-4, help="peak of a cosine schedule with 5 %% warm-up"
     )
     parser.add_argument(
-        "--way", action="append", choices=list(WAYS), help="run; may be repeated (default: all)"
+        "--way",
+        action="append",
+        choices=list(WAYS),
+        help="run; may be repeated (default: those of bf16 and fp8)",
     )
     parser.add_argument(
         "--text", type=Path, action="append", help=f"directory with text (default: {TEXT_FOLDERS})"

@@ -14,7 +14,13 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.data import indexed_data, loader
 from benchmarks.recorder import Plan, StepRecorder
-from lightning_megatron import LoRA, MegatronModule, MegatronStrategy
+from lightning_megatron import (
+    ConfigError,
+    LoRA,
+    MegatronModule,
+    MegatronStrategy,
+    OptimizerOptions,
+)
 from lightning_megatron.convert.peft import with_adapters
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.planning.devices import peak_flops_per_s
@@ -45,7 +51,10 @@ def run_megatron(
     """
     strategy = MegatronStrategy(num_microbatches=case.num_microbatches, **case.layout)
     module = MegatronModule(
-        model=dict(case.model), lr=LR, lora=None if case.lora is None else LoRA(**case.lora)
+        model=dict(case.model),
+        lr=LR,
+        optimizer=OptimizerOptions(**case.optimizer),
+        lora=None if case.lora is None else LoRA(**case.lora),
     )
     recorder = StepRecorder(plan)
     trainer = make_trainer(
@@ -66,6 +75,8 @@ def run_peer(case: Case, plan: Plan, compiled: bool) -> tuple[SimpleNamespace, s
     """
     from benchmarks.peer import PeerModule, peer_strategy
 
+    if case.optimizer:
+        raise ConfigError(f"case {case.name}: expected AdamW for a peer; choose another case")
     rows, accumulated = accumulated_batches(case)
     module = PeerModule(dict(case.model), lr=LR, clip=CLIP, compiled=compiled)
     recorder = StepRecorder(plan)

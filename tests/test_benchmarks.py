@@ -16,7 +16,7 @@ from benchmarks.measurement import read, tables
 from tests.marks import exhaustive
 from tests.ranks import run_ranks
 
-_OTHER_SMOKE = ("smoke", "smoke-bert", "smoke-t5", "smoke-lora", "smoke-experts")
+_OTHER_SMOKE = ("smoke", "smoke-bert", "smoke-t5", "smoke-lora", "smoke-muon", "smoke-experts")
 
 
 def _run(module: str, *arguments: str) -> tuple[int | None, str]:
@@ -191,12 +191,15 @@ def test_convergence_benchmark_saves_and_draws_losses(tmp_path: Path) -> None:
         "--output",
         str(tmp_path / "a/losses.json"),
     )
-    _run_on_ranks(1, "convergence", "--case", "smoke-fp8", "--text", str(text), *few)
+    ways = ("bf16", "fp8", "fp8, exact backward", "adamw", "muon")
+    chosen = [argument for way in ways for argument in ("--way", way)]
+    _run_on_ranks(1, "convergence", "--case", "smoke-fp8", "--text", str(text), *few, *chosen)
     results = json.loads((tmp_path / "a/losses.json").read_text())
     assert results["files"] == 40  # without the duplicate
     curves = results["losses"]
-    assert list(curves) == list(convergence.WAYS)
+    assert list(curves) == list(ways)
     assert all(len(losses) == 60 and losses[-1] < losses[0] - 1 for losses in curves.values())
     assert curves["bf16"] != curves["fp8"]
+    assert curves["adamw"] != curves["muon"]
     assert convergence.table(curves).count("\n") == 1 + len(curves)
     assert (tmp_path / "a/losses.png").read_bytes().startswith(b"\x89PNG")
