@@ -261,7 +261,7 @@ def _yaml(
     }
     settings |= {"trainer.precision": run.precision, "model.model": model}
     if run.uses_muon:
-        settings["model.optimizer.name"] = "muon"
+        settings["model.optimizer"] = {"name": "muon"}
     settings |= {
         "data.seq_length": options.seq_length,
         "data.micro_batch_size": run.micro_batch_size,

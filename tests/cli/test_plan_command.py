@@ -120,6 +120,19 @@ def test_page_of_layouts_has_the_text_of_its_script() -> None:
     assert _PAGE.endswith(which_layout.TAIL)
 
 
+def test_optimizer_is_planned_and_configured(tmp_path: Path) -> None:
+    options = ("--model", "gpt2", "--gpus", "1", "--seq-length", "1024", "--global-batch-size", "8")
+    totals = {}
+    for optimizer in ("adamw", "muon"):
+        file = tmp_path / f"{optimizer}.yaml"
+        chosen = ("--optimizer", optimizer, "--output", str(file))
+        code, out, _ = run_cli(tmp_path, "plan", *options, *chosen)
+        assert code == 0
+        totals[optimizer] = out
+        assert ("name: muon" in file.read_text()) == (optimizer == "muon")
+    assert totals["adamw"] != totals["muon"]
+
+
 def test_shape_of_the_page_is_planned_by_its_command(tmp_path: Path) -> None:
     ((_, *words),) = commands("docs/which_layout.md")
     code, out, err = run_cli(tmp_path, *words)

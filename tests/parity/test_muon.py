@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.matrices import matrices_of
 from tests.checkpoint.runs import callback
 from tests.marks import exhaustive
 from tests.parity.comparison import all_equal, assert_same_run, relative_error
@@ -201,7 +202,7 @@ ONE_KEY = replace(
     [
         replace(LLAMA, layout=TP2_SP),
         replace(LLAMA, layout=INTERLEAVED),
-        replace(WITHOUT_NESTEROV, layout=DP2),
+        replace(WITHOUT_NESTEROV, layout=replace(DP2, overlap_communication=True)),
         replace(EXPERTS, layout=EP2),
         exhaustive(LLAMA),
         exhaustive(replace(LLAMA, layout=CP2)),
@@ -309,6 +310,40 @@ def test_training_in_16_bits_is_close_to_fp32(precision: str) -> None:
     assert apart < 0.05 * moved
 
 
+def _cycled_momentum(case: Case) -> list[list[float]]:
+    """Momentum and beta1 of each step under a schedule of torch that cycles a momentum."""
+    from lightning_megatron import MegatronModule
+
+    class CycledModule(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.01, total_steps=4, base_momentum=0.5, max_momentum=0.75
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": cycle, "interval": "step"},
+            }
+
+    used = []
+
+    def record(trainer: Any, *_: Any) -> None:
+        group = trainer.optimizers[0].param_groups[0]
+        used.append([group["momentum"], group["betas"][0]])
+
+    watching = callback(on_before_optimizer_step=record)
+    trainer_of(case, callbacks=[watching]).fit(module_of(case, CycledModule), loader_of(case))
+    return used
+
+
+def test_schedules_of_a_momentum_change_that_of_matrices() -> None:
+    (used,) = run_ranks(_cycled_momentum, 1, replace(LLAMA, steps=3))
+    momenta, betas = zip(*used, strict=True)
+    assert momenta[0] == 0.75
+    assert min(momenta) < 0.6
+    assert set(betas) == {MUON["beta1"]}
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +355,14 @@ def _refused_adapters(case: Case) -> str:
 def test_adapters_are_refused() -> None:
     (message,) = run_ranks(_refused_adapters, 1, LLAMA)
     assert message.startswith("optimizer muon: expected a model without adapters, got lora; use")
+
+
+def test_weights_of_unknown_kind_are_refused() -> None:
+    """As Transformer Engine's linears in a layer of a ``model_provider``."""
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.Linear(2, 3)})
+    chunk = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    with pytest.raises(ConfigError, match=r"got layers\.0\.mlp\.weight of a Linear, which may be"):
+        matrices_of([chunk])
 
 
 @pytest.mark.parametrize(
