@@ -60,6 +60,17 @@ def test_loader_benchmark_measures_all_objectives() -> None:
     assert all(float(line.split("M tokens/s")[0].split()[-1]) > 0 for line in lines)
 
 
+def test_streaming_benchmark_measures_reader_and_worker(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A sentence of a text. " * 200)
+    options = ("--input", str(tmp_path), "--vocab-size", "270", "--seq-length", "64")
+    printed = _run_on_ranks(1, "streaming", *options, "--tokens", "50000", "--shuffle-buffer", "4")
+    (line,) = [line for line in printed.splitlines() if line.startswith("shuffle buffer")]
+    worker, reader = (
+        float(line.split(name)[1].split()[0].replace(",", "")) for name in ("worker", "reader")
+    )
+    assert min(worker, reader) > 0
+
+
 def test_attention_benchmark_measures_every_kind() -> None:
     options = ("--device", "cpu", "--seq-length", "40", "--rows", "1", "--warm-up", "0")
     printed = _run_on_ranks(1, "attention", *options, "--calls", "1")
