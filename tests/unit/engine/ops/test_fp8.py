@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.ops import fp8
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.checks import check_fp8
+from tests.models import LLAMA
 from tests.parity.comparison import relative_error
 from tests.ranks import run_ranks
 
@@ -303,7 +305,7 @@ def test_unaligned_or_bf16_gradient_buffer_gets_the_same_gradient() -> None:
 def test_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    model: Any = None
+    model = model_config({"model_type": "llama", **LLAMA})
     with pytest.raises(
         ConfigError,
         match="fp8: expected a GPU of compute capability 8.9 .*got NVIDIA A100 with 8.0",
