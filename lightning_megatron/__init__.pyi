@@ -11,7 +11,10 @@ from lightning_megatron.callbacks.spike_guard import SpikeGuard as SpikeGuard
 from lightning_megatron.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
 from lightning_megatron.callbacks.top_logits import TopLogitsWriter as TopLogitsWriter
 from lightning_megatron.checkpoint.load import LoadFrom as LoadFrom
+from lightning_megatron.convert.decoder_rules import DecoderNames as DecoderNames
+from lightning_megatron.convert.family import Family as Family
 from lightning_megatron.convert.peft import LoRA as LoRA
+from lightning_megatron.convert.registry import register_family as register_family
 from lightning_megatron.data.masked import MaskingOptions as MaskingOptions
 from lightning_megatron.data.top_logits import TopLogitsDataset as TopLogitsDataset
 from lightning_megatron.datamodules.base import MegatronDataModule as MegatronDataModule

@@ -79,6 +79,7 @@ BLOCKS = {
     DISTILLATION: ["python", "python"],
     PREFERENCES: ["python"],
     STREAMS: ["python"],
+    "docs/own_model.md": ["python"],  # run by tests/convert/test_own_family.py
     "docs/lm_eval.md": ["yaml", "bash", "python", "python"],  # run by tests/harness
     PLANNER: ["bash"],  # run by tests/cli/test_plan_command.py
     TRAINING: ["python", "python", "yaml"],

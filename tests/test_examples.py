@@ -87,6 +87,7 @@ def test_example_parses_its_arguments_before_slow_imports(example: str) -> None:
     [
         ("pretrain_gpt.py", ["--max-steps", 5], r"5 steps: .*\nlosses.*\ncheckpoint: .*last\.ckpt"),
         ("custom_train_step.py", ["--max-steps", 5], r"5 steps with key tokens \[\d+, \d+"),
+        ("own_model.py", ["--max-steps", 4], r"2 steps: .*half\.ckpt\n4 steps: training loss \d"),
         ("finetune_llama.py", ["--max-steps", 5], r"5 steps on .*instructions.jsonl: training"),
         exhaustive("dpo_llama.py", ["--max-steps", 5], r"5 steps on .*preferences.jsonl: training"),
         exhaustive(

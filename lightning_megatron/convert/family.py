@@ -5,6 +5,7 @@ A family is data, with one module in ``families/`` per group of similar ones.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -90,6 +91,8 @@ class Family:
     """Hugging Face class with the head of each task, except those of ``heads``; the first task is the default."""
     heads: Mapping[str, Head] = field(default_factory=classifiers)
     """Classification heads of a decoder, by task; none for other models, which name theirs in ``rules``."""
+    module: str = "transformers"
+    """Module that has these classes; ``__name__`` for a family registered by the module that defines them."""
     defaults: Fields
     """Fields of all models of the family, unless the config says otherwise."""
     custom_fields: Callable[[Any], Fields] = lambda hf_config: {}
@@ -128,6 +131,21 @@ class Family:
                 "(trainer.save_checkpoint, or convert --to megatron), or train a family that has one"
             )
         return self.classes[task]
+
+    def load_class(self, name: str) -> Any:
+        """The Hugging Face class ``name`` of this family.
+
+        Raises:
+            ConfigError: If ``module`` has none of this name.
+        """
+        # transformers' import takes seconds.
+        found = getattr(importlib.import_module(self.module), name, None)
+        if found is None:
+            raise ConfigError(
+                f"architectures of the family {self.name!r}: expected a class of the module {self.module}, got "
+                f"{name!r}, which it does not have; give Family(module=...) where it is defined"
+            )
+        return found
 
     def describe(self, hf: Any) -> ModelConfig:
         """Build the ``ModelConfig`` of a Hugging Face config object of this type, without its task.

@@ -86,13 +86,10 @@ class HuggingFaceSource(Source):
         self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
     ) -> dict[Key, torch.dtype]:
         """See ``Source``; prefixes, ignored keys and ties are those of transformers. Rank 0 compares tied tensors."""
-        # Its import takes seconds.
-        import transformers
-
         family = family_of(model.family)
         # For a head without a class the files are of another one, whose ignored keys are those of the family.
         first, *_ = family.classes.values()
-        hf_class = getattr(transformers, family.classes.get(model.task, first))
+        hf_class = family.load_class(family.classes.get(model.task, first))
         tied = None if model.task in family.heads else hf_class._tied_weights_keys
         self._files = with_separate_experts(self._files, model)
         stored = self._files.tensors

@@ -7,7 +7,8 @@ import functools
 import importlib
 import json
 import pkgutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -90,9 +91,53 @@ REFUSED_TYPES: dict[str, str] = {
 """Common model types that are not supported, and the reason."""
 
 
+_ENTRY_POINTS = "lightning_megatron.families"
+"""Group of the entry points of installed packages; each names a module that calls ``register_family``."""
+_registered: dict[str, Family] = {}
+"""Families of ``register_family`` by ``model_type``."""
+
+
+def register_family(family: Family) -> None:
+    """Add a family of your own: models of its ``model_type`` load, train, convert and export like those shipped.
+
+    Register the config class with ``transformers.AutoConfig.register`` first. Every process must register the family:
+    call this in the program, or in a module that an entry point of the group ``lightning_megatron.families`` names,
+    which is imported wherever families are looked up, commands included. The same object may be registered again.
+
+    Args:
+        family: The family.
+
+    Raises:
+        ConfigError: If transformers does not know the ``model_type``, another family has this name or alias, or a
+            class of a task does not exist.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if not isinstance(family, Family):
+        raise ConfigError(
+            f"register_family: expected a Family, got a {type(family).__name__}; give Family(name=..., ...)"
+        )
+    if _registered.get(family.name) is family:
+        return
+    taken = _by_type([*_shipped_families().values(), *_registered.values()])
+    for model_type in (family.name, *family.aliases):
+        if model_type in taken or model_type in REFUSED_TYPES:
+            raise ConfigError(
+                f"register_family: expected a new model_type, got {model_type!r}, which exists; choose another name"
+            )
+    if family.name not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"register_family: expected a model_type of transformers, got {family.name!r}; call "
+            f"transformers.AutoConfig.register({family.name!r}, CONFIG_CLASS) first"
+        )
+    for architecture in family.classes.values():
+        family.load_class(architecture)
+    _registered[family.name] = family
+
+
 @functools.cache
-def known_families() -> dict[str, Family]:
-    """All families by ``model_type``, imported from ``convert/families``."""
+def _shipped_families() -> dict[str, Family]:
+    """Families of ``convert/families`` by ``model_type``."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(families.__path__):
         imported = importlib.import_module(f"{families.__name__}.{module.name}")
@@ -101,12 +146,33 @@ def known_families() -> dict[str, Family]:
 
 
 @functools.cache
-def _families_by_type() -> dict[str, Family]:
-    """All families by each ``model_type`` of their files."""
-    families = list(known_families().values())
-    found = {family.name: family for family in families}
-    for family in families:
-        found |= dict.fromkeys(family.aliases, family)
+def _import_entry_points() -> None:
+    """Import the modules with which installed packages register their families.
+
+    Raises:
+        ConfigError: If one cannot be imported.
+    """
+    for point in entry_points(group=_ENTRY_POINTS):
+        try:
+            point.load()
+        except Exception as error:  # it is not our code
+            raise ConfigError(
+                f"entry point {point.name} = {point.value} of {_ENTRY_POINTS} cannot be imported ({error}); correct "
+                "or uninstall its package"
+            ) from error
+
+
+def known_families() -> dict[str, Family]:
+    """All families by ``model_type``: those of ``convert/families``, and those that are registered."""
+    _import_entry_points()
+    return {**_shipped_families(), **_registered}
+
+
+def _by_type(known: Iterable[Family]) -> dict[str, Family]:
+    """Families by each ``model_type`` of their files."""
+    found: dict[str, Family] = {}
+    for family in known:
+        found |= dict.fromkeys((family.name, *family.aliases), family)
     return found
 
 
@@ -121,10 +187,11 @@ def family_of(model_type: str) -> Family:
         raise ConfigError(
             f"model_type={model_type!r} cannot be computed: {REFUSED_TYPES[model_type]} (known families: {known})"
         )
-    found = _families_by_type().get(model_type)
+    found = _by_type(known_families().values()).get(model_type)
     if found is None:
         raise ConfigError(
-            f"model_type={model_type!r} is not a known model family; choose from {known}"
+            f"model_type={model_type!r} is not a known model family; choose from {known}, or add it with "
+            "register_family"
         )
     return found
 

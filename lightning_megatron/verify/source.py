@@ -60,9 +60,8 @@ def hugging_face_class(model: ModelConfig) -> Any:
     Raises:
         ConfigError: If there is none.
     """
-    import transformers
-
-    return getattr(transformers, family_of(model.family).class_of(model.task))
+    family = family_of(model.family)
+    return family.load_class(family.class_of(model.task))
 
 
 def round_trip(

@@ -2,21 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from examples.custom_train_step import KeyTokenTrainStep
+from tests.checkpoint.runs import callback
 from tests.parity.training import (
     PP2_DP2,
+    TP2_PP2,
     Case,
+    Outcome,
     common_result,
+    join_outcomes,
     loader_of,
     module_of,
     train_module,
 )
-from tests.ranks import RankError
+from tests.ranks import RankError, run_ranks
 
 CASE = Case(
     layout=PP2_DP2,
@@ -83,6 +88,36 @@ def test_replacing_one_part_equals_one_process() -> None:
         assert losses == pytest.approx(expected, rel=1.5e-6)
         assert losses[0] != pytest.approx(original[0], rel=1e-3)
     assert provider == config != original
+
+
+def _train_own_model(case: Case, folder: Path, resume: bool = False) -> Outcome:
+    """Train the example's model, and save it; or go on from what was saved, for as many steps."""
+    from examples.own_model import convolutional_model
+
+    module = module_of(case, model_provider=convolutional_model)
+    path = folder / "own.ckpt"
+    if resume:
+        steps = replace(case, steps=2 * case.steps)
+        return train_module(module, steps, loader_of(steps), ckpt_path=path)
+    saver = callback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+    return train_module(module, case, loader_of(case), callbacks=[saver])
+
+
+def test_example_model_equals_one_process_and_resumes_there(tmp_path: Path) -> None:
+    case = replace(CASE, layout=TP2_PP2, model="llama")
+    one = case.on_one_process
+    whole = join_outcomes(run_ranks(_train_own_model, 1, one, tmp_path / "whole"))
+    sharded = join_outcomes(run_ranks(_train_own_model, 4, case, tmp_path))
+    assert sharded.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert sharded.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
+    assert sharded.weights.keys() == whole.weights.keys()
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(sharded.weights[name], weight, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(whole.initial_weights[name], weight)
+    resumed = join_outcomes(run_ranks(_train_own_model, 1, one, tmp_path, True))
+    assert len(resumed.losses) == case.steps
+    for name, weight in resumed.initial_weights.items():
+        assert torch.equal(weight, sharded.weights[name])
 
 
 def test_target_counts_that_differ_from_loss_are_refused() -> None:

@@ -74,16 +74,19 @@ def test_strategy_names_cover_every_layout() -> None:
 ADDED = {
     "ClassificationTrainStep",
     "DPOTrainStep",
+    "DecoderNames",
     "DistillationTrainStep",
     "EMA",
-    "PreferenceDataModule",
+    "Family",
     "HarnessEvaluation",
     "HarnessOptions",
     "MegatronLM",
+    "PreferenceDataModule",
     "RewardTrainStep",
     "StreamingTextDataModule",
     "TopLogitsDataset",
     "TopLogitsWriter",
+    "register_family",
 }
 """Public names that the first layout did not have."""
 FORMER_PATHS = [(module, name) for module, names in FORMER_HOMES.items() for name in names]
