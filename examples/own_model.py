@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from lightning_megatron import IndexedDataModule, MegatronModule, MegatronStrategy
+from lightning_megatron import ConfigError, IndexedDataModule, MegatronModule, MegatronStrategy
 from lightning_megatron.engine.ops.norms import Norm
 from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.models.config import ModelConfig
@@ -184,8 +184,14 @@ class ConvolutionalModel(LanguageModule):
 
 def convolutional_model(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
     """The ``model_provider``: this rank's chunks, one per virtual stage."""
+    parallel = settings.parallel
+    if parallel.sequence_parallel or parallel.cp > 1:
+        raise ConfigError(
+            f"sequence_parallel={parallel.sequence_parallel}, cp={parallel.cp}: expected whole sequences, whose tokens "
+            "a convolution needs; leave both out"
+        )
     config = transformer_config(model, settings)
-    vpp = settings.parallel.vpp
+    vpp = parallel.vpp
     stages = [None] if vpp is None else range(vpp)
     chunks = [ConvolutionalModel(model, config, stage).to(settings.device) for stage in stages]
     return torch.nn.ModuleList(chunks)

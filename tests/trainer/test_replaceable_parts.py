@@ -14,6 +14,7 @@ from tests.parity.training import (
     PP2_DP2,
     TP2_PP2,
     Case,
+    Layout,
     Outcome,
     common_result,
     join_outcomes,
@@ -118,6 +119,13 @@ def test_example_model_equals_one_process_and_resumes_there(tmp_path: Path) -> N
     assert len(resumed.losses) == case.steps
     for name, weight in resumed.initial_weights.items():
         assert torch.equal(weight, sharded.weights[name])
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(cp=2)], ids=str)
+def test_example_model_refuses_parts_of_sequences(layout: Layout, tmp_path: Path) -> None:
+    case = replace(CASE, layout=layout, model="llama")
+    with pytest.raises(RankError, match="expected whole sequences, whose tokens a convolution"):
+        run_ranks(_train_own_model, 2, case, tmp_path)
 
 
 def test_target_counts_that_differ_from_loss_are_refused() -> None:
