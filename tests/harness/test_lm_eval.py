@@ -219,13 +219,11 @@ def test_the_command_writes_the_table_and_the_results(
     expected: list[Results],
     tmp_path: Path,
 ) -> None:
-    code, out, err = run_cli(
-        folder,
-        *("evaluate", "--checkpoint", "model", "--tasks", "both,last", "tasks/rolling.yaml"),
-        *("--include-path", "tasks", "--pp", 2, "--bootstrap-iters", 10, "--log-samples"),
-        *("--output", tmp_path / "results.json", "--accelerator", "cpu"),
-        ranks=2,
-    )
+    tasks = ("--tasks", "both,last", "tasks/rolling.yaml", "--include-path", "tasks")
+    sizes = ("--pp", 2, "--bootstrap-iters", 10, "--accelerator", "cpu")
+    outputs = ("--log-samples", "--output", tmp_path / "results.json")
+    words = ("evaluate", "--checkpoint", "model", *tasks, *sizes, *outputs)
+    code, out, err = run_cli(folder, *words, ranks=2)
     assert code == 0, err
     found = json.loads((tmp_path / "results.json").read_text())
     metrics, responses = expected[0]
