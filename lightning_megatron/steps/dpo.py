@@ -22,27 +22,32 @@ from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.lora import adapters_off
 from lightning_megatron.steps import base, batch_checks
-from lightning_megatron.steps.base import MaskedLossStep
 from lightning_megatron.steps.gpt import shift_labels
-from lightning_megatron.steps.pairs import ANSWERS, stack_pairs
+from lightning_megatron.steps.pairs import (
+    ANSWERS,
+    MASKS,
+    TOKENS,
+    PairStep,
+    check_sequences,
+    check_weights,
+    model_inputs,
+    prepared_sequences,
+    stack_pairs,
+)
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 """Loss of a pair as a function of its margin."""
 
-_TOKENS = tuple(f"{answer}_input_ids" for answer in ANSWERS)
-_MASKS = tuple(f"{answer}_attention_mask" for answer in ANSWERS)
 _LABELS = tuple(f"{answer}_labels" for answer in ANSWERS)
 _REFERENCES = tuple(f"reference_{answer}_logps" for answer in ANSWERS)
 
 
-class PreferencePairs(MaskedLossStep):
+class PreferencePairs(PairStep):
     """Batches of pairs of answers, and the log-probability of each answer under a GPT.
 
     The base of ``DPOTrainStep``, and what computes the log-probabilities of a reference model.
     """
 
-    architecture = "gpt"
-    sequences_per_row = len(ANSWERS)
     needs_references = False
     """Whether batches need the reference's log-probabilities."""
 
@@ -72,26 +77,15 @@ class PreferencePairs(MaskedLossStep):
         if type(self).prepare_batch is not PreferencePairs.prepare_batch:
             return
         self._check_keys(batch)
-        rows = len(batch[_TOKENS[0]])
-        sample_mask = batch.get("sample_mask")
-        if sample_mask is not None:
-            batch_checks.check_shape("sample_mask", sample_mask, "one weight per pair", (rows,))
-        for name, mask_name, label_name in zip(_TOKENS, _MASKS, _LABELS, strict=True):
-            tokens = batch[name]
-            batch_checks.check_tokens(name, tokens, self.model)
-            length = tokens.shape[1]
-            batch_checks.check_shape(name, tokens, "one row per pair", (rows, length))
-            if mask_name in batch:
-                mask = batch[mask_name]
-                batch_checks.check_shape(mask_name, mask, "one value per token", (rows, length))
-                is_valid = (mask == 0) | (mask == 1)
-                batch_checks.check_values(mask_name, mask, is_valid, "0 for padding or 1")
-            self._check_labels(label_name, batch[label_name], rows, length)
-            _check_targets(label_name, batch[label_name], sample_mask)
+        sample_mask = check_weights(batch)
+        for answer, name in enumerate(_LABELS):
+            rows, length = check_sequences(batch, answer, self.model)
+            self._check_labels(name, batch[name], rows, length)
+            _check_targets(name, batch[name], sample_mask)
         for name in _REFERENCES:
             if name in batch:
                 values = batch[name]
-                batch_checks.check_shape(name, values, "one sum per pair", (rows,))
+                batch_checks.check_shape(name, values, "one sum per pair", (len(batch[TOKENS[0]]),))
                 batch_checks.check_values(name, values, values.isfinite(), "finite")
 
     def _check_labels(
@@ -112,8 +106,8 @@ class PreferencePairs(MaskedLossStep):
         )
 
     def _check_keys(self, batch: Batch) -> None:
-        required = dict.fromkeys((*_TOKENS, *_LABELS), "")
-        known = {*_TOKENS, *_MASKS, *_LABELS, *_REFERENCES, "sample_mask"}
+        required = dict.fromkeys((*TOKENS, *_LABELS), "")
+        known = {*TOKENS, *MASKS, *_LABELS, *_REFERENCES, "sample_mask"}
         batch_checks.rename_keys(batch, known, required, type(self).__name__)
         given = [name for name in _REFERENCES if name in batch]
         if len(given) == 1:
@@ -138,43 +132,22 @@ class PreferencePairs(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
-        tokens = [batch[name].long() for name in _TOKENS]
         targets = [shift_labels(batch[name].long()) for name in _LABELS]
         stacked = stack_pairs(targets, base.IGNORE_INDEX)
-        pairs = torch.ones(len(tokens[0]), device=tokens[0].device)
         prepared = {
-            "tokens": stack_pairs(tokens),
+            **prepared_sequences(batch),
             "targets": stacked.clamp(min=0),
             # All negative labels are ignored, as labels may not have been checked.
             "target_mask": (stacked >= 0).float(),
-            "loss_mask": base.target_weights(pairs, batch),
         }
-        has_masks = any(name in batch for name in _MASKS)
-        if has_masks or tokens[0].shape != tokens[1].shape:
-            masks = [
-                batch.get(name, torch.ones_like(ids)).long()
-                for name, ids in zip(_MASKS, tokens, strict=True)
-            ]
-            prepared["attention_mask"] = stack_pairs(masks)
         if _REFERENCES[0] in batch:
             references = [batch[name].float() for name in _REFERENCES]
             prepared["reference_logps"] = torch.stack(references, dim=1)
         return prepared
 
-    @override
-    def seq_length(self, batch: Batch) -> int:
-        """Return the number of tokens per sequence."""
-        return batch["tokens"].shape[-1]
-
     def run_model(self, batch: Batch, model: torch.nn.Module) -> Output:
         """Run a microbatch: per-token losses [2 b, s] fp32 on the last stage, hidden states before it."""
-        mask = batch.get("attention_mask")
-        return model(
-            batch["tokens"].flatten(0, 1),
-            None,
-            None if mask is None else mask.flatten(0, 1),
-            labels=batch["targets"].flatten(0, 1),
-        )
+        return model(*model_inputs(batch), labels=batch["targets"].flatten(0, 1))
 
     @override
     def forward_step(

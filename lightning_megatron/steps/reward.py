@@ -15,16 +15,19 @@ from lightning_megatron.engine.objective import Batch, LossFunc, LossTerm, Outpu
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import base, batch_checks
-from lightning_megatron.steps.base import MaskedLossStep
 from lightning_megatron.steps.metrics import WeightedMean
-from lightning_megatron.steps.pairs import ANSWERS, stack_pairs
+from lightning_megatron.steps.pairs import (
+    MASKS,
+    TOKENS,
+    PairStep,
+    check_sequences,
+    check_weights,
+    model_inputs,
+    prepared_sequences,
+)
 
-_TOKENS = tuple(f"{answer}_input_ids" for answer in ANSWERS)
-"""Keys of both sequences of a pair, in the order of the prepared batch."""
-_MASKS = tuple(f"{answer}_attention_mask" for answer in ANSWERS)
 
-
-class RewardTrainStep(MaskedLossStep):
+class RewardTrainStep(PairStep):
     """Pairwise loss of a reward model (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155, equation 1).
 
     The loss of a pair is ``-log sigmoid(r_chosen - r_rejected)``, averaged over the pairs of the global batch. A reward
@@ -38,10 +41,8 @@ class RewardTrainStep(MaskedLossStep):
     pairs are ``2 * micro_batch_size`` sequences in one forward pass.
     """
 
-    architecture = "gpt"
     loss_terms = ("reward_loss",)
     masks = {"reward_loss": "loss_mask"}
-    sequences_per_row = len(_TOKENS)
 
     @override
     def bind(self, model: ModelConfig) -> None:
@@ -75,26 +76,15 @@ class RewardTrainStep(MaskedLossStep):
         if type(self).prepare_batch is not RewardTrainStep.prepare_batch:
             return
         self._check_keys(batch)
-        rows = len(batch["chosen_input_ids"])
-        sample_mask = batch.get("sample_mask")
-        if sample_mask is not None:
-            batch_checks.check_shape("sample_mask", sample_mask, "one weight per pair", (rows,))
-        for name, mask_name in zip(_TOKENS, _MASKS, strict=True):
-            tokens = batch[name]
-            batch_checks.check_tokens(name, tokens, self.model)
-            length = tokens.shape[1]
-            batch_checks.check_shape(name, tokens, "one row per pair", (rows, length))
-            if mask_name not in batch:
-                continue
-            mask = batch[mask_name]
-            batch_checks.check_shape(mask_name, mask, "one value per token", (rows, length))
-            is_valid = (mask == 0) | (mask == 1)
-            batch_checks.check_values(mask_name, mask, is_valid, "0 for padding or 1")
-            batch_checks.check_rows_have_tokens(mask_name, mask, sample_mask)
+        sample_mask = check_weights(batch)
+        for answer, name in enumerate(MASKS):
+            check_sequences(batch, answer, self.model)
+            if name in batch:
+                batch_checks.check_rows_have_tokens(name, batch[name], sample_mask)
 
     def _check_keys(self, batch: Batch) -> None:
-        required = dict.fromkeys(_TOKENS, "")
-        known = {*_TOKENS, *_MASKS, "sample_mask"}
+        required = dict.fromkeys(TOKENS, "")
+        known = {*TOKENS, *MASKS, "sample_mask"}
         batch_checks.rename_keys(batch, known, required, type(self).__name__)
 
     @override
@@ -107,24 +97,7 @@ class RewardTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
-        tokens = [batch[name].long() for name in _TOKENS]
-        masks = []
-        for name, ids in zip(_MASKS, tokens, strict=True):
-            mask = batch.get(name, torch.ones_like(ids))
-            masks.append(mask.long())
-        prepared = {"tokens": stack_pairs(tokens)}
-        has_masks = any(name in batch for name in _MASKS)
-        has_one_length = tokens[0].shape == tokens[1].shape
-        if has_masks or not has_one_length:
-            prepared["attention_mask"] = stack_pairs(masks)
-        pairs = torch.ones(len(tokens[0]), device=tokens[0].device)
-        prepared["loss_mask"] = base.target_weights(pairs, batch)
-        return prepared
-
-    @override
-    def seq_length(self, batch: Batch) -> int:
-        """Return the number of tokens per sequence."""
-        return batch["tokens"].shape[-1]
+        return prepared_sequences(batch)
 
     @override
     def forward_step(
@@ -134,13 +107,7 @@ class RewardTrainStep(MaskedLossStep):
     ) -> tuple[Output, LossFunc]:
         """Run a microbatch: rewards [2 b, 1] on the last stage, hidden states before it."""
         batch = self.get_batch(data_iterator)
-        mask = batch.get("attention_mask")
-        output = model(
-            batch["tokens"].flatten(0, 1),
-            None,
-            None if mask is None else mask.flatten(0, 1),
-        )
-        return output, partial(self.loss_func, batch)
+        return model(*model_inputs(batch)), partial(self.loss_func, batch)
 
     @override
     def loss_func(
