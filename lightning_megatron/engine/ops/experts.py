@@ -5,7 +5,6 @@ megatron-core 0.16.1's ``SequentialMLP`` launches two GEMMs for each expert, its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
 
 
@@ -201,9 +201,10 @@ def clamped_swiglu(
         alpha: Factor of the gate in the sigmoid.
         limit: Largest gate, and largest absolute value of up.
     """
-    if rows.is_cuda:
-        return _compiled_swiglu()(rows, factors, alpha, limit)
-    return _clamped_swiglu(rows, factors, alpha, limit)
+    # Eagerly it is eight kernels.
+    compute = compiled_for(rows, _clamped_swiglu, is_dynamic=True)
+    activated: Tensor = compute(rows, factors, alpha, limit)
+    return activated
 
 
 def _clamped_swiglu(
@@ -217,12 +218,6 @@ def _clamped_swiglu(
     up = up.clamp(min=-limit, max=limit)
     activated = (up + 1) * (gate * torch.sigmoid(alpha * gate))
     return (activated * factors[:, None]).to(rows.dtype)
-
-
-@functools.cache
-def _compiled_swiglu() -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """``_clamped_swiglu``, compiled once per process for any number of rows: eagerly it is eight kernels."""
-    return torch.compile(_clamped_swiglu, dynamic=True)
 
 
 def _add_bias(

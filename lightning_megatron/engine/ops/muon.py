@@ -14,9 +14,8 @@ matrices on their owners (gradients would have to be sent as well, and checkpoin
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.engine.ops import matrix_shards
+from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.matrix_shards import Matrix, MatrixGroup, MatrixShard, Round
 from lightning_megatron.engine.ops.orthogonalize import orthogonalize
 
@@ -110,9 +110,8 @@ class MatrixUpdates:
                     continue
                 gradient = master.grad
                 assert gradient is not None, "every trained weight has a gradient"
-                update = _update_momentum
-                if master.is_cuda:
-                    update = _compiled_update()
+                # Eagerly it is five kernels.
+                update = compiled_for(master, _update_momentum, is_dynamic=True)
                 group = group_of[index]
                 directions[index] = update(
                     momenta[master].view(-1),
@@ -240,12 +239,6 @@ def _update_momentum(
     if nesterov:
         direction = gradient.lerp(momentum, decay)
     return direction.to(dtype)
-
-
-@functools.cache
-def _compiled_update() -> Callable[..., Tensor]:
-    """``_update_momentum``, compiled once per process for any number of elements: eagerly it is five kernels."""
-    return torch.compile(_update_momentum, dynamic=True)
 
 
 def _decay(master: Tensor, factor: float, found_inf: Tensor | None) -> None:

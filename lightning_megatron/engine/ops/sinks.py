@@ -11,9 +11,7 @@ score without a value: minus its weight, exp(t - M), times the product of the ou
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,6 +23,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.flex_attention import scale_by_sinks
 
 SINKS = "softmax_offset"
@@ -414,7 +413,9 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         without, log_sums, *others = kernel.forward(q, k, v, added)
         output: Tensor
-        output, log_sums = _fused(_forward_with_sinks, q.device)(without, log_sums, sinks)
+        # Eagerly it is several kernels in fp32.
+        compute = compiled_for(q, _forward_with_sinks, is_dynamic=True)
+        output, log_sums = compute(without, log_sums, sinks)
         ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, sinks, added, output, log_sums, *others)
         return output
@@ -425,7 +426,7 @@ class _Attention(torch.autograd.Function):
         (gradient,) = upstream
         results = (output, log_sums, *others)
         d_q, d_k, d_v = ctx.kernel.backward(gradient.contiguous(), (q, k, v), added, results)
-        compute = _fused(_gradient_of_sinks, q.device)
+        compute = compiled_for(q, _gradient_of_sinks, is_dynamic=True)
         d_sinks = compute(gradient, output, log_sums, sinks)
         return d_q, d_k, d_v, d_sinks, None, None
 
@@ -456,11 +457,3 @@ def _gradient_of_sinks(
     if sinks.shape[1] == 1:
         gradients = gradients.sum(dim=1, keepdim=True)
     return gradients.to(sinks.dtype)
-
-
-@functools.cache
-def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """``function``, on a GPU compiled once per process for all sizes: eagerly it is several kernels in fp32."""
-    if device.type == "cpu":
-        return function
-    return torch.compile(function, dynamic=True)
