@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lightning_megatron.planning.shapes import SHAPES
+
 
 @dataclass(frozen=True)
 class Target:
@@ -166,27 +168,7 @@ QWEN3_30B_A3B: Mapping[str, Any] = {
 }
 """Qwen3-30B-A3B (Yang et al. 2025): 128 experts per layer, 8 per token."""
 
-MOONLIGHT_16B_A3B: Mapping[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 163840,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.446,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-    "rms_norm_eps": 1e-5,
-}
+MOONLIGHT_16B_A3B: Mapping[str, Any] = SHAPES["moonlight-16b-a3b"]
 """Moonlight-16B-A3B (Moonshot AI 2025, arXiv 2502.16982): latent attention with heads of 192 and 128, 64 experts."""
 
 GPT_OSS_20B: Mapping[str, Any] = {

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.intervals import check_interval, is_due
-from lightning_megatron.callbacks.throughput import ThroughputMonitor
+from lightning_megatron.callbacks.throughput import interrupt_clocks
 from lightning_megatron.engine.collectives import call_on_all_ranks
 from lightning_megatron.errors import as_options
 from lightning_megatron.foreign_names import checks_options
@@ -103,9 +103,7 @@ class HarnessEvaluation(Callback):
             self.harness,
             is_main=trainer.is_global_zero,
         )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
-            if isinstance(callback, ThroughputMonitor):
-                callback.interrupt()
+        interrupt_clocks(trainer)
         _log(trainer, pl_module, metrics_of(results))
 
     @override

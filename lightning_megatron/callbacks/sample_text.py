@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.intervals import check_interval, is_due
 from lightning_megatron.callbacks.log_dir import LogDirCallback
-from lightning_megatron.callbacks.throughput import ThroughputMonitor
+from lightning_megatron.callbacks.throughput import interrupt_clocks
 from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import checks_options
@@ -112,9 +112,7 @@ class SampleText(LogDirCallback):
             return
         generate: Any = pl_module.generate
         sequences = generate(**self._rows, **vars(self._options))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
-            if isinstance(callback, ThroughputMonitor):
-                callback.interrupt()
+        interrupt_clocks(trainer)
         if trainer.is_global_zero:
             texts = decode_completions(
                 self._tokenizer,

@@ -174,6 +174,13 @@ def _precision(trainer: Trainer) -> Precision:
     return precisions[bits]
 
 
+def interrupt_clocks(trainer: Trainer) -> None:
+    """Tell the ``ThroughputMonitor`` of a run that the time since the last step was no training."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+        if isinstance(callback, ThroughputMonitor):
+            callback.interrupt()
+
+
 def _estimates(
     strategy: Any,
     model: ModelConfig,
