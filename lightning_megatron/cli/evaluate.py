@@ -6,7 +6,6 @@ Slow imports are inside the functions.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.doctor import check_accelerator
 from lightning_megatron.cli.stored_model import (
-    default_precision,
     fill_from,
     tokenizer_for,
+    trainer_for,
     with_special_tokens,
 )
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number
@@ -144,7 +143,6 @@ def _evaluate(
     loaded: LoadedTasks,
 ) -> None:
     """Evaluate in all processes of the layout; rank 0 writes the results."""
-    from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
     from lightning_megatron.generate.options import GenerationOptions
@@ -183,17 +181,12 @@ def _evaluate(
     module = EvaluatedModule(model=stored.hf_config, generation=generation)
     # It may be a variant that a Hugging Face config cannot describe.
     module.model_config = stored.model
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    trainer = Trainer(
+    trainer = trainer_for(
+        stored,
+        MegatronStrategy(tp=options.tp, pp=options.pp, ep=options.ep),
         accelerator=options.accelerator,
         devices=options.tp * options.pp * options.dp,
-        strategy=MegatronStrategy(tp=options.tp, pp=options.pp, ep=options.ep),
-        precision=options.precision or default_precision(stored, options.accelerator),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        precision=options.precision,
     )
     import torch
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_megatron.cli.doctor import check_accelerator
 from lightning_megatron.cli.stored_model import (
-    default_precision,
     fill_from,
     tokenizer_for,
+    trainer_for,
     with_special_tokens,
 )
 from lightning_megatron.data.encoding import Decoder, TextEncoding, UndecodableError
@@ -173,7 +172,6 @@ def _predict(
     streams: bool,
 ) -> None:
     """Complete tokenized prompts with the weights of any checkpoint; rank 0 writes the completions."""
-    from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
 
     from lightning_megatron.module import MegatronModule
@@ -203,17 +201,12 @@ def _predict(
     module = WritingModule(model=stored.hf_config, generation=generation)
     # It may be a variant that a Hugging Face config cannot describe.
     module.model_config = stored.model
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    trainer = Trainer(
+    trainer = trainer_for(
+        stored,
+        MegatronStrategy(tp=options.tp, pp=options.pp),
         accelerator=options.accelerator,
         devices=options.tp * options.pp,
-        strategy=MegatronStrategy(tp=options.tp, pp=options.pp),
-        precision=options.precision or default_precision(stored, options.accelerator),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        precision=options.precision,
     )
     loader: Any = DataLoader(rows, batch_size=options.batch_size)  # type: ignore[arg-type]
     trainer.predict(module, loader, return_predictions=False)

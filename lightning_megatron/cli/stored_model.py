@@ -1,10 +1,11 @@
-"""What commands need of a stored model: its weights, tokenizer, special tokens and precision.
+"""What commands need of a stored model: its weights, tokenizer and special tokens, and a Trainer.
 
 Slow imports are inside the functions.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,43 @@ from lightning_megatron.storage.hub import local_folder
 
 if TYPE_CHECKING:
     import torch
+    from lightning.pytorch import Trainer
 
     from lightning_megatron.convert.source import ModelSource
+    from lightning_megatron.strategy import MegatronStrategy
+
+
+def trainer_for(
+    stored: ModelSource,
+    strategy: MegatronStrategy,
+    *,
+    accelerator: str,
+    devices: int,
+    precision: Any,
+) -> Trainer:
+    """A Trainer that computes with a stored model, and prints and writes nothing itself.
+
+    Args:
+        stored: The model.
+        strategy: With the layout.
+        accelerator: As the command line names it.
+        devices: Number of processes.
+        precision: The Trainer's; None for that of the weights.
+    """
+    from lightning.pytorch import Trainer
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return Trainer(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        precision=precision or default_precision(stored, accelerator),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def fill_from(stored: ModelSource, chunks: torch.nn.ModuleList) -> None:
