@@ -1,6 +1,6 @@
 """Cases of parametrized tests that do not run everywhere."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -17,3 +17,8 @@ def on_gpus(
 ) -> Any:
     """A case that needs ``count`` CUDA devices."""
     return pytest.param(*case, marks=pytest.mark.gpu(count), id=id)
+
+
+def accelerator_of(request: pytest.FixtureRequest) -> Literal["cpu", "gpu"]:
+    """Where a parametrized test runs: on GPUs if its case is one of ``on_gpus``."""
+    return "gpu" if request.node.get_closest_marker("gpu") else "cpu"

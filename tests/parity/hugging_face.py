@@ -34,7 +34,9 @@ def tensors_of(module: Any) -> Tensors:
     with module.megatron.engine():
         tensors = WeightGatherer(module.model_chunks, module.model_config).tensors()
         return {
-            name: tensor.detach().float().clone() for name, tensor in tensors if tensor is not None
+            name: tensor.detach().float().cpu().clone()
+            for name, tensor in tensors
+            if tensor is not None
         }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.families.parity import Rows, padded_sentences, pretrained_module, tiny_model
-from tests.marks import exhaustive
+from tests.marks import accelerator_of, exhaustive, on_gpus
 from tests.models import VOCAB_SIZE
 from tests.parity.hugging_face import tensors_of
 from tests.parity.test_dpo import LR, STEPS, compare_steps, saved_names, tiny
@@ -161,6 +161,8 @@ _CASES = [
     pytest.param("llama", "gpt2", FOUR_RANKS, None, id="tp2-pp2-sp"),
 ]
 _RARER_CASES = [
+    on_gpus(1, "llama", "gpt2", Layout(), None, id="gpu"),
+    on_gpus(1, "qwen3_moe", "llama", Layout(), TOP, id="top-experts-gpu"),
     exhaustive("llama", "llama", _CP_TP, TOP, id="top-cp2-tp2-sp"),
     exhaustive("llama", "llama", Layout(), None, id="one_process"),
     exhaustive("gpt2", "llama", TP2_SP, None, id="tp2-sp"),
@@ -179,7 +181,12 @@ _RARER_CASES = [
 
 @pytest.mark.parametrize(("family", "teacher", "layout", "top"), [*_CASES, *_RARER_CASES])
 def test_distillation_equals_the_formula_on_transformers_logits(
-    family: str, teacher: str, layout: Layout, top: int | None, tmp_path: Path
+    family: str,
+    teacher: str,
+    layout: Layout,
+    top: int | None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     hf_model = tiny(family)
     hf_model.save_pretrained(tmp_path / "student")
@@ -193,7 +200,7 @@ def test_distillation_equals_the_formula_on_transformers_logits(
     if top is not None:
         given = None
         batches = _with_top(rows, goals, top)
-    case = Case(layout=layout, steps=STEPS)
+    case = Case(layout=layout, steps=STEPS, accelerator=accelerator_of(request))
     ranks = run_ranks(_train, layout.world_size, str(tmp_path / "student"), given, case, batches)
     logged, gradients = _train_by_formula(hf_model, goals, rows, top)
     compare_steps(ranks, logged, saved_names(hf_model, gradients))

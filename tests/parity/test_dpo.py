@@ -14,7 +14,7 @@ from tests.families.parity import Rows, pretrained_module
 from tests.families.test_experts import FAMILIES as MIXTURES
 from tests.families.test_experts import mixture
 from tests.families.test_gpts import gpt_model
-from tests.marks import exhaustive
+from tests.marks import accelerator_of, exhaustive, on_gpus
 from tests.models import VOCAB_SIZE
 from tests.parity.comparison import assert_same_tensors, relative_error
 from tests.parity.hugging_face import tensors_of
@@ -222,6 +222,8 @@ _CASES = [
     pytest.param("llama", FOUR_RANKS, SIGMOID, id="sigmoid-tp2-pp2-sp"),
 ]
 _RARER_CASES = [
+    on_gpus(1, "llama", Layout(), SIGMOID, id="sigmoid-gpu"),
+    on_gpus(1, "qwen3_moe", Layout(), IPO, id="experts-ipo-gpu"),
     exhaustive("llama", _CP_TP, IPO, id="ipo-cp2-tp2-sp"),
     exhaustive("llama", Layout(), SIGMOID, id="one_process"),
     exhaustive("llama", TP2_SP, HINGE, id="hinge-tp2-sp"),
@@ -237,7 +239,11 @@ _RARER_CASES = [
 
 @pytest.mark.parametrize(("family", "layout", "options"), [*_CASES, *_RARER_CASES])
 def test_dpo_equals_the_formula_on_transformers_logits(
-    family: str, layout: Layout, options: Options, tmp_path: Path
+    family: str,
+    layout: Layout,
+    options: Options,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     hf_model = tiny(family)
     hf_model.save_pretrained(tmp_path)
@@ -252,7 +258,7 @@ def test_dpo_equals_the_formula_on_transformers_logits(
         {**row, "reference_chosen_logps": chosen, "reference_rejected_logps": rejected}
         for row, (chosen, rejected) in zip(rows, reference, strict=True)
     ]
-    case = Case(layout=layout, steps=STEPS)
+    case = Case(layout=layout, steps=STEPS, accelerator=accelerator_of(request))
     ranks = run_ranks(
         _train, layout.world_size, str(tmp_path), case, with_references, options, None
     )

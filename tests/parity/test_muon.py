@@ -13,7 +13,7 @@ from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.matrices import matrices_of
 from tests.checkpoint.runs import callback
-from tests.marks import exhaustive
+from tests.marks import exhaustive, on_gpus
 from tests.parity.comparison import all_equal, assert_same_run, relative_error
 from tests.parity.hugging_face import hugging_face_model, tensors_of, train_hugging_face
 from tests.parity.sharding import Tensors
@@ -204,6 +204,8 @@ ONE_KEY = replace(
         replace(LLAMA, layout=INTERLEAVED),
         replace(WITHOUT_NESTEROV, layout=replace(DP2, overlap_communication=True)),
         replace(EXPERTS, layout=EP2),
+        on_gpus(1, replace(LLAMA, accelerator="gpu")),
+        on_gpus(1, replace(EXPERTS, accelerator="gpu")),
         exhaustive(LLAMA),
         exhaustive(replace(LLAMA, layout=CP2)),
         exhaustive(replace(LLAMA, layout=FOUR_RANKS)),
@@ -212,7 +214,7 @@ ONE_KEY = replace(
         exhaustive(replace(EXPERTS, layout=EP2_TP2)),
         exhaustive(replace(EXPERTS, layout=replace(EP2_TP2, distributed_optimizer=False))),
     ],
-    ids=lambda case: f"{case.model}-{case.layout}",
+    ids=lambda case: f"{case.model}-{case.layout}-{case.accelerator}",
 )
 def test_training_equals_torch_on_hugging_face_matrices(case: Case) -> None:
     """With iterations in fp32, which no layout changes by more than the order of sums."""
@@ -223,9 +225,10 @@ def test_training_equals_torch_on_hugging_face_matrices(case: Case) -> None:
 
 
 def _one_step(case: Case, gradients: Tensors, weights: Tensors) -> tuple[Tensors, float]:
-    """Weights of the Hugging Face model after torch's step, and the error of another order of sums in it.
+    """Weights of the Hugging Face model after torch's step, and the error of its iterations in bf16.
 
-    The order is that of the rows and columns in reverse, and the error relative to the step of a matrix.
+    The error is that to iterations in fp32, relative to the step of a matrix, the largest of all. (Another order of
+    sums in bf16 errs as much on some processors, and not at all on those that add exactly in fp32.)
     """
     model = hugging_face_model(case, weights)
     for name, parameter in model.named_parameters():
@@ -233,29 +236,28 @@ def _one_step(case: Case, gradients: Tensors, weights: Tensors) -> tuple[Tensors
     orthogonalize = torch.optim._muon._zeropower_via_newtonschulz
     errors = []
 
-    def both_ways(matrix: Tensor, *options: Any) -> Tensor:
-        forwards = orthogonalize(matrix, *options)
-        backwards = orthogonalize(matrix.flip(0, 1).contiguous(), *options).flip(0, 1)
-        errors.append(relative_error(backwards.float(), forwards.float()))
-        return forwards
+    def in_both_dtypes(matrix: Tensor, *options: Any) -> Tensor:
+        rounded = orthogonalize(matrix, *options)
+        errors.append(relative_error(rounded.float(), _orthogonalize(matrix, *options)))
+        return rounded
 
-    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", both_ways):
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_both_dtypes):
         MuonAndAdamW(model, case).step()
     return {name: p.detach() for name, p in model.named_parameters()}, max(errors)
 
 
-def test_step_equals_torch_within_two_orders_of_sums() -> None:
+def test_step_equals_torch_within_rounding() -> None:
     """With iterations in bf16, torch's dtype and the default."""
     options = tuple({**MUON, "weight_decay": 0.0}.items())
     case = replace(LLAMA, steps=1, clip=None, layout=TP2_DP2, optimizer=options)
     ours = _on_ranks(case, torch.bfloat16)
-    ((theirs, spread),) = run_ranks(_one_step, 1, case, ours.gradients, ours.initial_weights)
-    assert 1e-3 < spread < 0.1
+    ((theirs, rounding),) = run_ranks(_one_step, 1, case, ours.gradients, ours.initial_weights)
+    assert 1e-3 < rounding < 0.1
     errors = {}
     for name, expected in theirs.items():
         step = expected - ours.initial_weights[name]
         errors[name] = float((ours.weights[name] - expected).norm() / step.norm())
-    assert max(errors.values()) < spread, errors
+    assert max(errors.values()) < rounding, (rounding, errors)
 
 
 def _skipped_step(case: Case) -> tuple[bool, bool]:

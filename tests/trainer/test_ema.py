@@ -23,7 +23,7 @@ from tests.checkpoint.runs import (
     rows_dataset,
     shuffled_loader,
 )
-from tests.marks import exhaustive
+from tests.marks import exhaustive, on_gpus
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
 from tests.recording import recorded_warnings
@@ -129,6 +129,19 @@ def test_average_equals_torchs_and_resumes_at_another_layout(
         torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-8, msg=name)
         if "lora" not in changes.get("module", {}):
             assert not torch.equal(average, masters[name]), name
+
+
+@pytest.mark.parametrize("device", [on_gpus(1, None), on_gpus(1, "cpu")], ids=str)
+def test_average_on_gpus_equals_torchs(device: str | None, tmp_path: Path) -> None:
+    """In the memory of the GPU, and copied to the host's at each update."""
+    run = _run({}, 4, trainer={**BF16, "accelerator": "gpu"})
+    assert run_ranks(_train, 1, run, tmp_path, {"device": device}) == [4]
+    paths = [tmp_path / f"step={step}.ckpt" for step in range(1, 5)]
+    expected = _averaged(paths)
+    found = _entries(paths[-1], EMA_ENTRY)
+    assert expected.keys() == found.keys()
+    for name, average in found.items():
+        torch.testing.assert_close(average.cpu(), expected[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
 def test_updates_are_those_of_the_options(tmp_path: Path) -> None:
