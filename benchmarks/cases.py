@@ -248,6 +248,7 @@ _LLAMA_TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_positio
 _LLAMA_8_LAYERS = {**LLAMA_8B, "num_hidden_layers": 8}
 _TP2 = {"tp": 2, "sequence_parallel": True}
 _TP2_PP2 = {"tp": 2, "pp": 2, "sequence_parallel": True}
+_OFFLOAD = {"offload_optimizer": True}
 _CPU: Mapping[str, Any] = {"precision": "32-true", "accelerator": "cpu"}
 
 
@@ -268,6 +269,9 @@ _BF16_CASES: tuple[Case, ...] = (
     ),
     Case("gpt2-large", GPT2_LARGE, 1024, 24, 2, target=Target("tokens_per_s", 80_000)),
     Case("llama-8b-8layers", _LLAMA_8_LAYERS, 4096, 2, 8, target=Target("mfu_causal", 0.58)),
+    # 256k tokens a step; the same without is llama-8b-8layers with --num-microbatches 32.
+    Case("llama-8b-8layers-offload", _LLAMA_8_LAYERS, 4096, 2, 32, layout=_OFFLOAD),
+    Case("llama-8b-offload", LLAMA_8B, 4096, 2, 8, layout=_OFFLOAD),
     Case("gpt2-large-tp2-pp2", GPT2_LARGE, 1024, 24, 2, 4, _TP2_PP2, Target("step_seconds", 0.32)),
     Case("gpt2-large-dp4", GPT2_LARGE, 1024, 12, 1, 4),
     Case(
@@ -333,6 +337,7 @@ _BF16_CASES: tuple[Case, ...] = (
     Case("smoke-bert", _BERT_TINY, 32, 2, 2, **_CPU),
     Case("smoke-t5", _T5_TINY, 32, 2, 2, decoder_seq_length=16, **_CPU),
     Case("smoke-muon", _GPT2_TINY, 32, 2, 2, optimizer={"name": "muon"}, **_CPU),
+    Case("smoke-offload", _GPT2_TINY, 32, 2, 2, layout=_OFFLOAD, **_CPU),
     Case("smoke-lora", _GPT2_TINY, 32, 2, 2, 2, {"tp": 2}, lora={"rank": 4}, **_CPU),
     Case("smoke-experts", _EXPERTS_TINY, 32, 2, 2, 2, {**_TP2, "ep": 2}, **_CPU),
     Case("smoke-tp2", _GPT2_TINY, 32, 2, 2, 2, _TP2, **_CPU),

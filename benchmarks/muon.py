@@ -55,7 +55,7 @@ def muon_update(shapes: Sequence[MatrixShape], device: str) -> Callable[[], None
     import torch
 
     from lightning_megatron.engine.ops.matrix_shards import Matrices, MatrixGroup, MatrixShard
-    from lightning_megatron.engine.ops.muon import MatrixUpdates
+    from lightning_megatron.engine.ops.muon import MatrixState, MatrixUpdates
 
     masters = random_masters(shapes, device)
     shards = []
@@ -78,12 +78,15 @@ def muon_update(shapes: Sequence[MatrixShape], device: str) -> Callable[[], None
     groups: list[dict[str, Any]] = [
         {"params": masters, "lr": 1e-4, "weight_decay": 0.1, "momentum": 0.95}
     ]
-    momenta = {master: torch.randn_like(master) for master in masters}
+    states = {
+        master: MatrixState(master.view(-1), torch.randn_like(master).view(-1))
+        for master in masters
+    }
     grad_scale = torch.ones((), device=device)
     found_inf = torch.zeros(1, device=device)
 
     def call() -> None:
-        updates.step(groups, momenta, grad_scale, found_inf)
+        updates.step(groups, [states] * len(updates.rounds), grad_scale, found_inf)
 
     return call
 

@@ -68,6 +68,8 @@ from lightning_megatron.models.config import (
 )
 from lightning_megatron.models.lora import freeze_base, merged
 from lightning_megatron.models.matrices import check_matrices
+from lightning_megatron.planning.host import check_host_state
+from lightning_megatron.planning.run import make_run
 from lightning_megatron.planning.startup import check_host_memory, startup_lines
 from lightning_megatron.steps import train_step_named
 from lightning_megatron.steps.base import TrainStep
@@ -307,6 +309,8 @@ class MegatronModule(pl.LightningModule):
             return
         if self.optimizer_options.name == "muon":
             check_matrices(self.model_config)
+        if strategy.offload_optimizer:
+            self._check_offload(strategy)
         if self.trainer.max_steps > 0:
             self._schedule_settings()
         if self.adaptation:
@@ -319,6 +323,35 @@ class MegatronModule(pl.LightningModule):
             warning = size_warning(self.model_config)
             if warning is not None:
                 rank_zero_warn(warning)
+
+    def _check_offload(self, strategy: MegatronStrategy) -> None:
+        """Raise if the optimizer's state does not fit into the memory of the hosts; warn if others use that memory.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        if strategy.root_device.type == "cpu":
+            rank_zero_info(
+                "offload_optimizer: on a CPU the optimizer's state is in host memory anyway; it passes buffers as on a "
+                "GPU, to the same results, and saves no memory"
+            )
+        if self.model_provider is not None:
+            return
+        ranks = strategy.num_processes
+        run = make_run(
+            self.model_config,
+            strategy.settings,
+            rows=0,
+            lengths=(1, 1),
+            world_size=strategy.num_nodes * ranks,
+            uses_muon=self.optimizer_options.name == "muon",
+        )
+        if self.optimizer_options.name == "sgd":
+            run = replace(run, num_moments=1)
+        copies_state = strategy.checkpointing.is_asynchronous
+        warning = check_host_state(run, ranks, copies_state=copies_state)
+        if warning is not None:
+            rank_zero_warn(warning)
 
     def _check_teacher(self, teacher: FrozenWeights, strategy: MegatronStrategy) -> None:
         """Raise if the teacher cannot be built beside the model.

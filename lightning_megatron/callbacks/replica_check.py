@@ -143,7 +143,8 @@ def _checksums(strategy: Any, *, is_unchanging: bool = False) -> _Checksums:
     if not parts:
         return {}
     # One transfer for all sums.
-    sums = torch.stack([_sum_of_bits(part.data) for part in parts])
+    device = strategy.root_device
+    sums = torch.stack([_sum_of_bits(part.data).to(device) for part in parts])
     checksums = {}
     for part, checksum in zip(parts, sums.tolist(), strict=True):
         name = f"{part.key} at {tuple(part.global_offset)}"

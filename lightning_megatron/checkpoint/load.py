@@ -270,7 +270,7 @@ def load_initial_weights(run: RunState, options: LoadFrom) -> Path:
         _load_strictly(run, meta, path, with_optimizer=options.optimizer)
         rank_zero_info(f"The run begins with the weights of {path}")
     if run.optimizer is not None and not options.optimizer:
-        run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
+        run.optimizer.reload_masters()  # the optimizer's copies of the weights
         _report_new_moments(run.optimizer.state_format, meta)
     return path
 

@@ -66,6 +66,7 @@ from lightning_megatron.checkpoint.meta import (
 from lightning_megatron.checkpoint.plain_data import plain_state, torch_bytes
 from lightning_megatron.checkpoint.state import (
     SHARDING,
+    AllPageable,
     RunState,
     layout_of,
     rng_file,
@@ -401,9 +402,11 @@ def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, 
         FullyParallelSaveStrategyWrapper(strategy, replicas).apply_saving_parallelization(sharded)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    tensors = mcore_to_pyt_state_dict(by_key, False)
-    planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
-    return planner.create_local_plan(), planner, common
+    with AllPageable():
+        tensors = mcore_to_pyt_state_dict(by_key, False)
+        planner.set_up_planner(tensors, is_coordinator=dist.get_rank() == 0)
+        plan = planner.create_local_plan()
+    return plan, planner, common
 
 
 def _stage(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from lightning_megatron.checkpoint.meta import COMMON, check_backends
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.checkpoint.plain_data import load_plain
+from lightning_megatron.checkpoint.state import AllPageable
 from lightning_megatron.checkpoint.table import read_table, table_reader
 from lightning_megatron.engine.collectives import raise_on_all_ranks
 from lightning_megatron.errors import CheckpointError
@@ -113,7 +114,8 @@ def _read_shards(
     by_key, flat_mapping, rename_mapping = torch_dist._replace_state_dict_keys_with_sharded_keys(
         state
     )
-    tensors = torch_dist.mcore_to_pyt_state_dict(by_key, True)
+    with AllPageable():
+        tensors = torch_dist.mcore_to_pyt_state_dict(by_key, True)
     _load_state_dict(tensors, storage_reader=reader, planner=planner)
     unwrapped = {
         name: torch_dist._unwrap_pyt_sharded_tensor(value) for name, value in tensors.items()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.optimizer import MegatronOptimizer
@@ -135,3 +138,22 @@ def sharded_average(
     if models is None:
         models = sharded_weights(run.chunks)
     return {"average": run.average.sharded_state_dict(models)}
+
+
+class AllPageable(TorchFunctionMode):
+    """No tensor says that it is pinned while shards are described.
+
+    torch 2.13, distributed/_shard/sharded_tensor/api.py refuses shards of which some are pinned and some are not, as
+    those of layers whose state is in host memory and of others; and a checkpoint would tell where its state has been.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.is_pinned:
+            return False
+        return func(*args, **(kwargs or {}))

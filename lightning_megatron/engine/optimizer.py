@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +27,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from lightning_megatron.engine import optimizer_state
+from lightning_megatron.engine.bucket_plan import share_of
 from lightning_megatron.engine.collectives import HostCopy
 from lightning_megatron.engine.grad_norm import GradientNorm
+from lightning_megatron.engine.host_state import (
+    HostState,
+    MasterPlaceholders,
+    OffloadedMaster,
+    Staging,
+)
 from lightning_megatron.engine.ops.adam import MasterOptimizer
 from lightning_megatron.engine.ops.matrix_shards import Matrices, MatrixGroup, MatrixShard
 from lightning_megatron.engine.ops.muon import MatrixUpdates
@@ -102,11 +109,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
             ConfigError: If the learning rate is negative.
         """
         require_number("lr", lr)
-        self.inner: Any = get_megatron_optimizer(
-            engine_config(options, lr, context.settings),
-            chunks,
-            config_overrides=group_overrides(chunks, options),
-        )
+        share = context.settings.offload_optimizer
+        with MasterPlaceholders() if share else nullcontext():
+            self.inner: Any = get_megatron_optimizer(
+                engine_config(options, lr, context.settings),
+                chunks,
+                config_overrides=group_overrides(chunks, options),
+            )
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
@@ -139,8 +148,21 @@ class MegatronOptimizer(torch.optim.Optimizer):
             if getattr(part, "grad_scaler", None) is not None:
                 # Otherwise a replica alone could overflow, and skip the step alone.
                 part.grad_stats_parallel_group = dist.group.WORLD
+        if share:
+            self._offload(share)
         for masters in self._masters:
             masters.materialize_state()
+
+    def _offload(self, share: float) -> None:
+        """Keep a share of master weights and moments in host memory, and give memory to the other master weights."""
+        device = self._context.settings.device
+        for part in self.parts:
+            if part.optimizer is not None:
+                part.optimizer.keep_on_host(_host_state(part, share, device))
+        hosts = self._hosts
+        staging = Staging(max((host.slot_size for host in hosts), default=0), device)
+        for host in hosts:
+            host.use(staging)
 
     def _use_muon(self, chunks: list[torch.nn.Module], options: OptimizerOptions) -> None:
         """Let Muon update the matrices; their momentum is what schedules of a momentum change."""
@@ -238,6 +260,22 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def _masters(self) -> list[MasterOptimizer]:
         """Optimizers of the parts; a part without weights on this rank has none."""
         return [part.optimizer for part in self.parts if part.optimizer is not None]
+
+    @property
+    def _hosts(self) -> list[HostState]:
+        return [masters.host for masters in self._masters if masters.host is not None]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds state on this rank."""
+        return sum(host.num_bytes for host in self._hosts)
+
+    def release_host_memory(self) -> None:
+        """Free the state in host memory: the optimizer is not used any more."""
+        for masters in self._masters:
+            if masters.host is not None:
+                masters.state.clear()
+                masters.host.release()
 
     # ---- its outcome ----------------------------------------------------------------------------------------------
 
@@ -366,6 +404,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
             is_loading: Whether a checkpoint is about to be loaded: fp32 masters, which are the weights, then get their
                 own memory, because the weights are loaded too, perhaps in lower precision.
         """
+        for host in self._hosts:
+            host.wait()
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.param_groups
@@ -379,6 +419,20 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             state["grad_scaler"] = scaler.state_dict()
         return state
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Copy the weights, which have been loaded, into the master weights."""
+        for host in self._hosts:
+            host.wait()
+        for part in self.parts:
+            if part.optimizer is None:
+                continue
+            for parameter, master, start in optimizer_state.master_weights(part):
+                target = part.optimizer.master_of(master).detach().view(-1)
+                weights = parameter.detach().view(-1)[start : start + target.numel()]
+                if weights.data_ptr() != target.data_ptr():
+                    target.copy_(weights)
 
     @torch.no_grad()
     def load_sharded_state_dict(self, loaded: Mapping[str, Any]) -> None:
@@ -398,6 +452,44 @@ class MegatronOptimizer(torch.optim.Optimizer):
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
         optimizer_state.gather_weights(self.parts)
+
+
+def _host_state(part: Any, share: float, device: torch.device) -> HostState:
+    """State of one of Megatron's optimizers in host memory, and memory for master weights that stay on the device."""
+    optimizer: MasterOptimizer = part.optimizer
+    rounds: list[list[Tensor]] = []
+    if optimizer.matrices is not None:
+        rounds = optimizer.matrices.rounds
+    in_rounds = {master for masters in rounds for master in masters}
+    held: dict[Tensor, OffloadedMaster] = {}
+    for parameter, master, start in optimizer_state.master_weights(part):
+        low = None
+        if master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            low = parameter.detach().view(-1)[start : start + master.numel()]
+        moments = optimizer.state_names_of(master)
+        held[master] = OffloadedMaster(master, low, moments)
+    elementwise = [
+        master
+        for group in optimizer.param_groups
+        for master in group["params"]
+        if master not in in_rounds
+    ]
+    # Megatron's copies leave out placeholders, which a tensor of one element cannot be told from.
+    movable = [
+        master
+        for master in (*elementwise, *(master for masters in rounds for master in masters))
+        if held[master].names and master.numel() > 1
+    ]
+    count = share_of([master.numel() for master in movable], share)
+    offloaded = set(movable[:count])
+    for master, (_, low, _) in held.items():
+        if master not in offloaded and low is not None:
+            master.data = low.float().view(master.shape)
+    return HostState(
+        [held[master] for master in elementwise if master in offloaded],
+        [[held[master] for master in masters if master in offloaded] for masters in rounds],
+        device,
+    )
 
 
 def _matrix_shards(

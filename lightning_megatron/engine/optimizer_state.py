@@ -52,7 +52,7 @@ class ParamState(NamedTuple):
     is_sharded: bool
     """Whether other data-parallel ranks hold other elements, instead of the same ones."""
     tensors: Mapping[str, Tensor]
-    """``param``, the master weight, and the moments by name; each [elements held]."""
+    """``param``, the master weight, and the moments by name; each [elements held], perhaps in host memory."""
 
     @property
     def stop(self) -> int:
@@ -71,7 +71,7 @@ def param_states(parts: Iterable[Any]) -> Iterator[ParamState]:
     for part in parts:
         is_sharded = isinstance(part, DistributedOptimizer)
         for parameter, master, start in master_weights(part):
-            tensors = {"param": master.detach().view(-1)}
+            tensors = {"param": part.optimizer.master_of(master).detach().view(-1)}
             for name in part.optimizer.state_names_of(master):
                 moment = part.optimizer.state[master][name]
                 tensors[name] = moment.view(-1)

@@ -34,13 +34,14 @@ class WeightAverage:
         Args:
             chunks: The model chunks, wrapped in DDP.
             parts: Megatron's optimizers.
-            device: Where the average is kept; None: where the master weights are.
+            device: Where the average is kept; None: where the weights are.
         """
         self._chunks = list(chunks)
         self._parts = list(parts)
         self._held = list(optimizer_state.param_states(self._parts))
         self._average = [
-            torch.empty_like(held.tensors["param"], device=device) for held in self._held
+            torch.empty_like(held.tensors["param"], device=device or held.parameter.device)
+            for held in self._held
         ]
         self._device = device
         self._weights = [
@@ -61,16 +62,32 @@ class WeightAverage:
     def update(self, decay: float) -> None:
         """Move the average towards the master weights by ``1 - decay``; the first update copies them."""
         masters = [held.tensors["param"] for held in self._held]
+        is_beside = all(
+            average.device == master.device
+            for average, master in zip(self._average, masters, strict=True)
+        )
+        self._wait_for_masters()
         if self.num_updates == 0:
             for average, master in zip(self._average, masters, strict=True):
                 average.copy_(master)
-        elif self._device is not None:
+        elif not is_beside:
             # One at a time: all copies together would take as much memory as the average.
             for average, master in zip(self._average, masters, strict=True):
-                average.lerp_(master.to(self._device), 1 - decay)
+                average.lerp_(master.to(average.device, non_blocking=average.is_cuda), 1 - decay)
         elif masters:
             torch._foreach_lerp_(self._average, masters, 1 - decay)
         self.num_updates += 1
+
+    def _wait_for_masters(self) -> None:
+        """Let who reads them, the host or the device, wait for master weights on their way back to host memory."""
+        for part in self._parts:
+            host = None if part.optimizer is None else part.optimizer.host
+            if host is None:
+                continue
+            if self._device is None:
+                host.let_stream_wait()
+            else:
+                host.wait()
 
     # ---- in place of the weights ------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.engine.host_state import BUCKET_ELEMENTS, num_slots
+from lightning_megatron.engine.ops.matrix_shards import ROUND_ELEMENTS
 from lightning_megatron.planning.activations import layer_bytes, logits_bytes
 from lightning_megatron.planning.pipeline import warm_up_passes
 from lightning_megatron.planning.run import Breakdown, PlannedRun
@@ -26,17 +28,43 @@ def memory(run: PlannedRun) -> Memory:
     return max(stages, key=lambda stage: stage.total)
 
 
-def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
-    # Adam's two moments, and an fp32 master copy of 16-bit weights.
-    state_bytes = 8.0 if run.bytes_per_element == 4 else 12.0
-    if run.ema:
+def optimizer_bytes(run: PlannedRun, pp_rank: int) -> float:
+    """Bytes of the optimizer's state that a rank of a stage holds, wherever it is."""
+    state_bytes = 4.0 * run.num_moments
+    if run.bytes_per_element < 4:
+        # fp32 master copies.
         state_bytes += 4.0
     # Of matrices Muon has the first moment alone.
     without_moment = 4.0 * run.optimizer_matrices(pp_rank)
+    return state_bytes * run.optimizer_parameters(pp_rank) - without_moment
+
+
+def host_bytes(run: PlannedRun, pp_rank: int) -> float:
+    """Bytes of the optimizer's state that a rank of a stage keeps in host memory."""
+    return run.offload_optimizer * optimizer_bytes(run, pp_rank)
+
+
+def _staging_bytes(run: PlannedRun, pp_rank: int) -> float:
+    """Bytes of the slots through which the state in host memory passes the device."""
+    if not run.offload_optimizer:
+        return 0.0
+    held = run.optimizer_parameters(pp_rank)
+    matrices = run.optimizer_matrices(pp_rank)
+    slot = 4.0 * (run.num_moments + 1) * min(BUCKET_ELEMENTS, held - matrices)
+    # A round of Muon has at most one matrix more than these.
+    slot = max(slot, 8.0 * min(ROUND_ELEMENTS, matrices))
+    return num_slots(slot) * slot
+
+
+def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
+    optimizer = optimizer_bytes(run, pp_rank) - host_bytes(run, pp_rank)
+    optimizer += _staging_bytes(run, pp_rank)
+    if run.ema:
+        optimizer += 4.0 * run.optimizer_parameters(pp_rank)
     return Memory(
         weights=run.bytes_per_element * sum(run.parameters(pp_rank).values()),
         gradients=4.0 * sum(run.trained(pp_rank).values()),
-        optimizer=state_bytes * run.optimizer_parameters(pp_rank) - without_moment,
+        optimizer=optimizer,
         activations=_activation_bytes(run, pp_rank),
         logits=logits_bytes(run, pp_rank),
     )

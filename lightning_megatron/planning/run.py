@@ -48,6 +48,10 @@ class PlannedRun:
     """Whether microbatches are replayed as CUDA graphs, without launches from Python."""
     ema: bool = False
     """Whether the GPUs also keep an average of the weights."""
+    num_moments: int = 2
+    """Moments of a weight: AdamW has two, SGD has one."""
+    offload_optimizer: float = 0.0
+    """Share of the optimizer's state that is in host memory."""
     layout: tuple[int, ...] = field(default=())
     """Number of layers of each model chunk; empty for the default of ``parallel``."""
 
@@ -179,5 +183,6 @@ def make_run(
         precision="32-true" if settings.params_dtype.itemsize == 4 else "bf16-mixed",
         uses_muon=uses_muon,
         cuda_graphs=settings.cuda_graphs,
+        offload_optimizer=settings.offload_optimizer,
         layout=chunk_layout(model, settings.parallel, override),
     )

@@ -137,7 +137,8 @@ class Checkpointing:
         self._load_from: LoadFrom | None = None
         if load_from is not None:
             self._load_from = as_options(LoadFrom, load_from, "load_from")
-        self._asynchronous = async_save
+        self.is_asynchronous = async_save
+        """Whether training goes on while files are written from a copy in host memory."""
         self.is_preempted = False
         self._start_checkpoint: str | None = None
         """The checkpoint that the Trainer loads in this run."""
@@ -236,7 +237,7 @@ class Checkpointing:
                 self.saving = saving
                 if "optimizer_states" in checkpoint:
                     self._steps[saving.path] = checkpoint["global_step"]
-            if is_final or not self._asynchronous:
+            if is_final or not self.is_asynchronous:
                 self.finish(is_final=is_final)
         if is_final:
             self.end()
@@ -272,7 +273,7 @@ class Checkpointing:
             return
         with self._failure_as_warning(is_final):
             saving.finish()
-            if self._asynchronous:
+            if self.is_asynchronous:
                 rank_zero_info(saving.report())
             self._failure = None
             self._written.add(saving.path)
@@ -412,14 +413,14 @@ class Checkpointing:
                     "or with save_last at the end only; leave monitor out and set every_n_train_steps"
                 )
         names = {(saver.dirpath, saver.filename) for saver in savers}
-        if self._asynchronous and len(names) < len(savers):
+        if self.is_asynchronous and len(names) < len(savers):
             # Lightning picks another name only if it finds the first one's file.
-            self._asynchronous = False
+            self.is_asynchronous = False
             rank_zero_warn(
                 "async_save=True: expected a filename or dirpath of its own for each ModelCheckpoint, got the same for "
                 "two, which would overwrite each other's checkpoints; training waits for saves until each has one"
             )
-        if self._asynchronous and savers and not getattr(trainer, "fast_dev_run", False):
+        if self.is_asynchronous and savers and not getattr(trainer, "fast_dev_run", False):
             run = self._run
             if all(saver.save_weights_only for saver in savers):
                 run = run.weights_only()
@@ -595,7 +596,7 @@ class Checkpointing:
             loaded = resume(run, path)
             check_lightning_state(loaded, path, trainer.fit_loop.state_dict(), resumes=resumes)
             if fitting and not resumes and self._run.optimizer is not None:
-                self._run.optimizer.inner.reload_model_params()  # master weights
+                self._run.optimizer.reload_masters()  # master weights
         forget_addresses(loaded, trusted=(path.parent, *self._checkpoint_folders))
         if not resumes:
             return without_training_state(loaded, datamodule) if fitting else loaded

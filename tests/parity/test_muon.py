@@ -169,7 +169,7 @@ def _train(case: Case, dtype: torch.dtype) -> Outcome:
     with (
         mock.patch(f"{ops}.muon.ITERATION_DTYPE", dtype),
         # Several rounds, some of several parameters.
-        mock.patch(f"{ops}.matrix_shards._ROUND_ELEMENTS", 3000),
+        mock.patch(f"{ops}.matrix_shards.ROUND_ELEMENTS", 3000),
     ):
         return train_module(module_of(case), case, loader_of(case), collect=tensors_of)
 

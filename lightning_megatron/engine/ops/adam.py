@@ -8,17 +8,26 @@ whatever is installed: on a GPU one kernel clips, updates and copies (``triton/a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_megatron.engine.ops.muon import MatrixUpdates
+from lightning_megatron.engine.bucket_plan import Bucket
+from lightning_megatron.engine.host_state import HostState, StagedPiece, is_placeholder
+from lightning_megatron.engine.ops.muon import MatrixState, MatrixUpdates
 
-_KernelInputs: TypeAlias = tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]
-"""Parameters, their gradients and their states."""
+
+class KernelInputs(NamedTuple):
+    """What a kernel updates, on the device: parameters of a group, or consecutive elements of them."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    moments: list[Mapping[str, Tensor]]
+    lows: list[Tensor | None]
+    """16-bit weights to be written, too; None where another pass does that, or the masters are the weights."""
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -28,6 +37,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     """Names of the per-parameter tensors, each of the parameter's shape and dtype."""
     matrices: MatrixUpdates | None = None
     """Updates of the parameters that consist of matrices, by Muon; None if all have the optimizer's own."""
+    host: HostState | None = None
+    """State of parameters that is in host memory; None if all is on the device."""
     grad_scale: Tensor | None = None
     """[] or [1], fp32: divisor of the gradients in the next step; torch's GradScaler sets it on fused optimizers."""
     found_inf: Tensor | None = None
@@ -43,11 +54,21 @@ class MasterOptimizer(torch.optim.Optimizer):
             if "step" in group:
                 group["step"] -= 1
 
+    # ---- its state ------------------------------------------------------------------------------------------------
+
     def materialize_state(self) -> None:
         """Create zero states for all parameters that have none."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
+
+    def keep_on_host(self, host: HostState) -> None:
+        """Use the state of ``host`` for its parameters."""
+        self.host = host
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in host:
+                    self.state[parameter] = host.moments_of(parameter)
 
     def state_names_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Names of one parameter's tensors: the momentum of matrices is called ``exp_avg``, as that of SGD."""
@@ -55,8 +76,17 @@ class MasterOptimizer(torch.optim.Optimizer):
             return ("exp_avg",)
         return self.state_names
 
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Master weights of one of its parameters: the parameter itself, or a tensor on the host."""
+        if self.host is not None and parameter in self.host:
+            return self.host.master_of(parameter)
+        return parameter
+
     def _has_matrices(self, parameter: Tensor) -> bool:
         return self.matrices is not None and parameter in self.matrices
+
+    def _is_on_host(self, parameter: Tensor) -> bool:
+        return self.host is not None and parameter in self.host
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -65,15 +95,100 @@ class MasterOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def _kernel_inputs(self, group: dict[str, Any]) -> _KernelInputs:
-        parameters = [
-            parameter
-            for parameter in group["params"]
-            if parameter.grad is not None and not self._has_matrices(parameter)
-        ]
-        gradients = [parameter.grad for parameter in parameters]
-        states = [self._state_of(parameter) for parameter in parameters]
-        return parameters, gradients, states
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        self._count_step()
+        for index, group in enumerate(self.param_groups):
+            inputs = self._inputs_on_device(group)
+            if inputs.weights:
+                self._update(group, inputs, (index, None))
+        if self.host is not None:
+            self._update_from_host(self.host)
+        if self.matrices is not None:
+            self.matrices.step(
+                self.param_groups,
+                self._matrix_states(self.matrices),
+                self.grad_scale,
+                self.found_inf,
+            )
+
+    def _count_step(self) -> None:
+        """Count a step in all groups, also empty ones, if the optimizer's update depends on it."""
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        inputs: KernelInputs,
+        number: tuple[int, int | None],
+    ) -> None:
+        """Update parameters of a group, or some elements of them.
+
+        Args:
+            group: The parameter group.
+            inputs: They, on the device.
+            number: Numbers of the group and of the bucket; None for the state that stays on the device.
+        """
+        raise NotImplementedError
+
+    def _inputs_on_device(self, group: dict[str, Any]) -> KernelInputs:
+        model_params = self.model_params or {}
+        inputs = KernelInputs([], [], [], [])
+        for parameter in group["params"]:
+            is_elsewhere = self._has_matrices(parameter) or self._is_on_host(parameter)
+            if parameter.grad is None or is_elsewhere:
+                continue
+            inputs.weights.append(parameter)
+            inputs.gradients.append(parameter.grad)
+            inputs.moments.append(self._state_of(parameter))
+            inputs.lows.append(model_params.get(parameter))
+        return inputs
+
+    def _update_from_host(self, host: HostState) -> None:
+        group_of: dict[Tensor, int] = {}
+        for index, group in enumerate(self.param_groups):
+            group_of |= dict.fromkeys(group["params"], index)
+        for number, pieces in enumerate(host.stage(host.buckets)):
+            of_groups: dict[int, KernelInputs] = {}
+            for piece in pieces:
+                gradient = piece.gradient
+                if gradient is None:
+                    continue
+                inputs = of_groups.setdefault(group_of[piece.master], KernelInputs([], [], [], []))
+                inputs.weights.append(piece.weights)
+                inputs.gradients.append(gradient)
+                inputs.moments.append(piece.moments)
+                inputs.lows.append(piece.low)
+            for index, inputs in of_groups.items():
+                self._update(self.param_groups[index], inputs, (index, number))
+
+    def _matrix_states(self, matrices: MatrixUpdates) -> Iterator[Mapping[Tensor, MatrixState]]:
+        """Master weights and momenta of each round's parameters on the device; afterwards copy to 16-bit weights."""
+        rounds = matrices.rounds
+        buckets: Sequence[Bucket] = [] if self.host is None else self.host.round_buckets
+        staged: Iterator[list[StagedPiece]] = iter([[] for _ in rounds])
+        if self.host is not None:
+            staged = self.host.stage(buckets)
+        model_params = self.model_params or {}
+        for masters, pieces in zip(rounds, staged, strict=True):
+            states: dict[Tensor, MatrixState] = {}
+            lows: dict[Tensor, Tensor] = {}
+            for piece in pieces:
+                states[piece.master] = MatrixState(piece.weights, piece.moments["exp_avg"])
+                if piece.low is not None:
+                    lows[piece.master] = piece.low
+            for master in masters:
+                if master in states:
+                    continue
+                momentum = self._state_of(master)["exp_avg"]
+                states[master] = MatrixState(master.view(-1), momentum.view(-1))
+                if self.has_copied and master in model_params:
+                    # The kernel has copied its own parameters alone.
+                    lows[master] = model_params[master].view(-1)
+            yield states
+            copy([states[master].weights for master in lows], list(lows.values()))
 
 
 class FusedAdam(MasterOptimizer):
@@ -105,7 +220,7 @@ class FusedAdam(MasterOptimizer):
         """
         self.adam_w_mode = adam_w_mode
         self.state_names = ("exp_avg", "exp_avg_sq")
-        self._tables: dict[int, Any] = {}
+        self._tables: dict[tuple[int, int | None], Any] = {}
         super().__init__(
             params,
             {
@@ -117,76 +232,66 @@ class FusedAdam(MasterOptimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; ``step`` is incremented in all groups, also empty ones."""
-        self._step_adam()
-        if self.matrices is None:
-            return
-        momenta = {master: self._state_of(master)["exp_avg"] for master in self.matrices.masters}
-        self.matrices.step(self.param_groups, momenta, self.grad_scale, self.found_inf)
-        if self.has_copied:
-            # The kernel has copied its own parameters alone.
-            model_params = self.model_params or {}
-            masters = [master for master in self.matrices.masters if master in model_params]
-            copy(masters, [model_params[master] for master in masters])
-
-    def _step_adam(self) -> None:
-        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+    def _count_step(self) -> None:
         for group in self.param_groups:
             group["step"] += 1
-            parameters, gradients, states = self._kernel_inputs(group)
-            if not parameters:
-                continue
-            dtypes = (parameters[0].dtype, gradients[0].dtype)
-            if parameters[0].is_cuda and dtypes == (torch.float32, torch.float32):
-                self._step_triton(group, parameters, gradients, states)
-                continue
-            # The kernel reads one step tensor per parameter and writes none, so all can be the same.
-            step = torch.full(
-                (),
-                float(group["step"]),
-                dtype=torch.float32,
-                device=parameters[0].device,
-            )
-            kernel(
-                parameters,
-                gradients,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [step] * len(parameters),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
 
-    def _step_triton(
+    def _update(
         self,
         group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
+        inputs: KernelInputs,
+        number: tuple[int, int | None],
+    ) -> None:
+        weights, gradients, moments, lows = inputs
+        dtypes = (weights[0].dtype, gradients[0].dtype)
+        if weights[0].is_cuda and dtypes == (torch.float32, torch.float32):
+            self._update_by_triton(group, inputs, number)
+            return
+        # The kernel reads one step tensor per parameter and writes none, so all can be the same.
+        step = torch.full(
+            (),
+            float(group["step"]),
+            dtype=torch.float32,
+            device=weights[0].device,
+        )
+        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        kernel(
+            weights,
+            gradients,
+            [state["exp_avg"] for state in moments],
+            [state["exp_avg_sq"] for state in moments],
+            [],
+            [step] * len(weights),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+        _write_lows(weights, lows)
+
+    def _update_by_triton(
+        self,
+        group: dict[str, Any],
+        inputs: KernelInputs,
+        number: tuple[int, int | None],
     ) -> None:
         # Imported here: Triton is on GPUs only.
         from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
 
-        model_params = self.model_params or {}
-        lows = [model_params.get(parameter) for parameter in parameters]
+        weights, gradients, states, lows = inputs
         moments = ([state[name] for state in states] for name in self.state_names)
-        lists: tuple[Sequence[Tensor | None], ...] = (parameters, gradients, *moments, lows)
+        lists: tuple[Sequence[Tensor | None], ...] = (weights, gradients, *moments, lows)
         key = tuple(_addresses(tensors) for tensors in lists)
-        known_key, table = self._tables.get(id(group), (None, None))
+        known_key, table = self._tables.get(number, (None, None))
         if known_key != key:
-            sizes = [parameter.numel() for parameter in parameters]
-            table = adam_table(key, sizes, parameters[0].device)
-            self._tables[id(group)] = (key, table)
+            sizes = [each.numel() for each in weights]
+            table = adam_table(key, sizes, weights[0].device)
+            self._tables[number] = (key, table)
         low_dtypes = [low.dtype for low in lows if low is not None]
         self.has_copied = self.model_params is not None
         adam_step(
@@ -201,6 +306,12 @@ class FusedAdam(MasterOptimizer):
 
 def _addresses(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def _write_lows(weights: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+    """Copy master weights into 16-bit weights, where there are some."""
+    pairs = [(high, low) for high, low in zip(weights, lows, strict=True) if low is not None]
+    copy([high for high, _ in pairs], [low for _, low in pairs])
 
 
 class FusedSGD(MasterOptimizer):
@@ -231,31 +342,32 @@ class FusedSGD(MasterOptimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters, gradients, states = self._kernel_inputs(group)
-            if not parameters:
-                continue
-            momenta = []
-            if group["momentum"] != 0.0:
-                momenta = [state["exp_avg"] for state in states]
-            torch._fused_sgd_(
-                parameters,
-                gradients,
-                momenta,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                # With a momentum of zeros the first step equals that of torch's SGD.
-                is_first_step=False,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
+    def _update(
+        self,
+        group: dict[str, Any],
+        inputs: KernelInputs,
+        number: tuple[int, int | None],
+    ) -> None:
+        weights, gradients, moments, lows = inputs
+        momenta = []
+        if group["momentum"] != 0.0:
+            momenta = [state["exp_avg"] for state in moments]
+        torch._fused_sgd_(
+            weights,
+            gradients,
+            momenta,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            # With a momentum of zeros the first step equals that of torch's SGD.
+            is_first_step=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
+        _write_lows(weights, lows)
 
 
 # ---- patches of Megatron's optimizers --------------------------------------------------------------------------------
@@ -271,9 +383,18 @@ def copy(
     that: Sequence[Tensor],
     overflow_buf: Tensor | None = None,
 ) -> None:
-    """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ."""
-    if this:
-        torch._foreach_copy_(list(that), list(this))
+    """Copy each tensor of ``this`` into its partner in ``that``; the dtypes may differ.
+
+    A master weight whose memory is on the host is left out: its update has written the 16-bit weight.
+    """
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    for source, target in zip(this, that, strict=True):
+        if not is_placeholder(source):
+            sources.append(source)
+            targets.append(target)
+    if sources:
+        torch._foreach_copy_(targets, sources)
 
 
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.orthogonalize import iteration_flops
 
-_ROUND_ELEMENTS = 2**27
+ROUND_ELEMENTS = 2**27
 """Elements for each rank that are exchanged at a time: this bounds the memory of an update."""
 
 
@@ -224,7 +224,7 @@ def assign(matrices: Sequence[Matrix], num_ranks: int) -> list[Round]:
     waiting: list[Matrix] = []
     elements = 0
     for _, of_parameter in itertools.groupby(matrices, key=lambda matrix: matrix.shard):
-        if elements >= _ROUND_ELEMENTS * num_ranks:
+        if elements >= ROUND_ELEMENTS * num_ranks:
             rounds.append(_balanced(waiting, num_ranks))
             waiting = []
             elements = 0

@@ -15,8 +15,8 @@ matrices on their owners (gradients would have to be sent as well, and checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,13 @@ ITERATION_DTYPE = torch.bfloat16
 
 BATCH_ELEMENTS = 2**24
 """Elements of matrices of one shape that are orthogonalized together."""
+
+
+class MatrixState(NamedTuple):
+    """What an update changes of a parameter that consists of matrices, on the device; each [elements held], fp32."""
+
+    weights: Tensor
+    momentum: Tensor
 
 
 class MatrixUpdates:
@@ -77,15 +84,22 @@ class MatrixUpdates:
         return master in self._index_of
 
     @property
-    def masters(self) -> list[Tensor]:
-        """The master weights, or parts of them, that this rank holds."""
-        return list(self._index_of)
+    def rounds(self) -> list[list[Tensor]]:
+        """The master weights, or parts of them, that this rank holds of what each round updates."""
+        return [
+            [
+                master
+                for index in matrices.shards
+                if (master := self._shards[index].master) is not None
+            ]
+            for matrices in self._rounds
+        ]
 
     @torch.no_grad()
     def step(
         self,
         groups: Sequence[Mapping[str, Any]],
-        momenta: Mapping[Tensor, Tensor],
+        states: Iterable[Mapping[Tensor, MatrixState]],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -93,7 +107,8 @@ class MatrixUpdates:
 
         Args:
             groups: Parameter groups with ``lr``, ``weight_decay`` and ``momentum``.
-            momenta: The momentum of each master weight.
+            states: Of each of the ``rounds`` in turn: weights and momentum by master weight. The next one is asked for
+                when a round is updated.
             grad_scale: As in ``MasterOptimizer``.
             found_inf: As in ``MasterOptimizer``.
         """
@@ -102,7 +117,7 @@ class MatrixUpdates:
             for master in group["params"]:
                 if master in self._index_of:
                     group_of[self._index_of[master]] = group
-        for matrices in self._rounds:
+        for matrices, of_masters in zip(self._rounds, states, strict=True):
             directions: dict[int, Tensor] = {}
             for index in matrices.shards:
                 master = self._shards[index].master
@@ -114,7 +129,7 @@ class MatrixUpdates:
                 update = compiled_for(master, _update_momentum, is_dynamic=True)
                 group = group_of[index]
                 directions[index] = update(
-                    momenta[master].view(-1),
+                    of_masters[master].momentum,
                     gradient.view(-1),
                     grad_scale,
                     found_inf,
@@ -122,9 +137,10 @@ class MatrixUpdates:
                     nesterov=self._nesterov,
                     dtype=ITERATION_DTYPE,
                 )
-                _decay(master, 1 - group["lr"] * group["weight_decay"], found_inf)
+                factor = 1 - group["lr"] * group["weight_decay"]
+                _decay(of_masters[master].weights, factor, found_inf)
             updates = self._exchange(matrices, directions, found_inf)
-            self._apply(matrices, updates, group_of)
+            self._apply(matrices, updates, group_of, of_masters)
 
     def _exchange(
         self,
@@ -205,6 +221,7 @@ class MatrixUpdates:
         matrices: Round,
         updates: Tensor,
         group_of: Mapping[int, Mapping[str, Any]],
+        of_masters: Mapping[Tensor, MatrixState],
     ) -> None:
         begin = 0
         for matrix in matrices:
@@ -213,7 +230,7 @@ class MatrixUpdates:
                 master = self._shards[matrix.shard].master
                 assert master is not None
                 end = begin + part.end - part.begin
-                weights = master.view(-1)[part.begin : part.end]
+                weights = of_masters[master].weights[part.begin : part.end]
                 weights.add_(updates[begin:end], alpha=-ratio * group_of[matrix.shard]["lr"])
                 begin = end
 
@@ -241,11 +258,11 @@ def _update_momentum(
     return direction.to(dtype)
 
 
-def _decay(master: Tensor, factor: float, found_inf: Tensor | None) -> None:
+def _decay(weights: Tensor, factor: float, found_inf: Tensor | None) -> None:
     if found_inf is None:
-        master.mul_(factor)
+        weights.mul_(factor)
     else:
-        master.mul_(torch.where(found_inf == 0, factor, 1.0))
+        weights.mul_(torch.where(found_inf == 0, factor, 1.0))
 
 
 def _lr_ratio(adjust_lr: AdjustLR, rows: int, columns: int) -> float:

@@ -301,7 +301,7 @@ def test_optimizer_updates_model_parameters_that_moved() -> None:
     group["step"] = 1
 
     def step() -> None:
-        optimizer._step_triton(group, *optimizer._kernel_inputs(group))
+        optimizer._update_by_triton(group, optimizer._inputs_on_device(group), (0, None))
 
     step()
     assert not optimizer.has_copied
