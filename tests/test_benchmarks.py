@@ -88,6 +88,17 @@ def test_muon_benchmark_measures_update_products_and_adamw() -> None:
     assert printed.count("Overhead over AdamW at ") == len(muon.TOKENS_A_STEP)
 
 
+@pytest.mark.exhaustive
+def test_offload_benchmark_measures_the_bus_and_both_steps() -> None:
+    options = ("--case", "smoke-offload", "--warmup-steps", "4", "--steps", "4", "--warm-up", "0")
+    printed = _run_on_ranks(1, "offload", *options)
+    figures = {line.split()[0]: line.split() for line in printed.splitlines()}
+    assert printed.count("GB/s") == 3
+    assert float(figures["offloaded"][1]) > 0
+    assert float(figures["plain"][1]) > 0
+    assert figures["exposed"][-1] in ("met", "MISSED")
+
+
 def test_flops_of_attention_count_pairs_that_are_seen() -> None:
     kind = Kind(name="", heads=2, groups=1, width=3, value_width=2, window=4)
     seen = sum(min(query + 1, 4) for query in range(10))

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.ema import EMA
 from lightning_megatron.planning.devices import GIB
-from lightning_megatron.planning.memory import memory
+from lightning_megatron.planning.memory import host_bytes, memory
 from lightning_megatron.planning.run import make_run
 
 
@@ -47,6 +47,9 @@ class MemoryEstimate(Callback):
         available = torch.cuda.get_device_properties(strategy.root_device).total_memory
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in asdict(expected).items())
         line = f"Expected memory of the fullest GPU: {expected.total / GIB:.1f} of {available / GIB:.1f} GiB ({parts})"
+        if run.offload_optimizer:
+            on_host = max(host_bytes(run, stage) for stage in range(run.parallel.pp))
+            line += f", and {on_host / GIB:.1f} GiB of host memory for its optimizer state"
         if expected.total > available:
             rank_zero_warn(f"{line}; raise tp, pp or dp, lower micro_batch_size, or set recompute")
         elif rows:

@@ -28,6 +28,8 @@ _REQUIRED = (
     "numpy",
 )
 _NOT_INSTALLED = "not installed"
+_STATE_BYTES = 12
+"""Of a parameter: an fp32 master weight and two moments."""
 _FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
 
 
@@ -91,7 +93,15 @@ def _versions() -> Iterable[tuple[str, str]]:
 def _devices() -> Iterable[tuple[str, str]]:
     import torch
 
+    from lightning_megatron.planning.host import host_memory
+
     yield "cpu", f"{torch.get_num_threads()} threads; ranks communicate through gloo"
+    memory = host_memory()
+    billions = memory.free / _STATE_BYTES / 1e9
+    yield (
+        "host memory",
+        f"{memory}: MegatronStrategy(offload_optimizer=True) keeps AdamW's state of {billions:.1f} billion parameters",
+    )
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"

@@ -55,6 +55,8 @@ class PlanOptions:
     """Short form of --precision: bf16-mixed, 16-mixed or 32-true."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer: muon has one moment of the layers' matrices, adamw two of all weights."""
+    offload_optimizer: float = 0.0
+    """Share of the optimizer's state in host memory, from 0 to 1: 1 for all."""
     top: int = 10
     """Number of layouts to list."""
     output: Path | None = None
@@ -89,6 +91,7 @@ def plan(options: PlanOptions) -> None:
     )
     for name in ("seq_length", "decoder_seq_length", "top"):
         require_number(name, getattr(options, name), at_least=1)
+    require_number("offload_optimizer", options.offload_optimizer, at_most=1)
     for option, path in (("--output", options.output), ("--picture", options.picture)):
         if path is not None:
             check_output(option, path, options.overwrite)
@@ -111,6 +114,7 @@ def plan(options: PlanOptions) -> None:
         world_size=options.gpus,
         precision=_PRECISIONS.get(options.dtype or "", options.precision),
         uses_muon=options.optimizer == "muon",
+        offload_optimizer=options.offload_optimizer,
     )
     found = plans(run, options.global_batch_size, device)[: options.top]
     print("\n".join(_table(found, device)))
@@ -216,12 +220,23 @@ def _cells(plan: Plan, device: Device) -> dict[str, str]:
         "recompute": run.recompute or "-",
         "GiB": f"{memory.total / _GIB:.1f}",
         **{part: f"{size / _GIB:.1f}" for part, size in vars(memory).items()},
+        **_host_cells(run),
         "s/step": f"{time.total:.3f}",
         "bubble": f"{time.bubble / time.total:.1%}",
         "comm.": f"{time.communication / time.total:.1%}",
         "tok/s/GPU": f"{plan.tokens_per_s_per_device:,.0f}",
         "MFU": f"{flops_per_s / (run.peak_flops_per_s(device) or 1):.1%}",
     }
+
+
+def _host_cells(run: PlannedRun) -> dict[str, str]:
+    """Host memory that a rank's state takes, if some of it is there."""
+    from lightning_megatron.planning.memory import host_bytes
+
+    if not run.offload_optimizer:
+        return {}
+    most = max(host_bytes(run, stage) for stage in range(run.parallel.pp))
+    return {"host": f"{most / _GIB:.1f}"}
 
 
 def _pp(run: PlannedRun) -> str:
@@ -260,6 +275,8 @@ def _yaml(
         "trainer.num_nodes": max(1, options.gpus // 8),
     }
     settings |= {"trainer.precision": run.precision, "model.model": model}
+    if run.offload_optimizer:
+        settings["trainer.strategy.offload_optimizer"] = run.offload_optimizer
     if run.uses_muon:
         settings["model.optimizer"] = {"name": "muon"}
     settings |= {

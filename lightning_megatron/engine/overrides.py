@@ -4,11 +4,11 @@ A field that an option of this package or of the Trainer sets is refused, and th
 planner and checks know only the option. Fields that have no effect in this package are refused, too.
 
 Notes on the optimizer of megatron-core 0.16.1: ``use_precision_aware_optimizer`` is Transformer Engine's FusedAdam, and
-``OptimizerConfig`` raises without it. ``optimizer_cpu_offload`` does not need it, and has three gaps: on CPUs
+``OptimizerConfig`` raises without it. ``optimizer_cpu_offload`` does not need it, and has gaps: on CPUs
 ``HybridDeviceOptimizer`` fails in its first step (``cpu_copys_map_gpu_param`` lacks weights that are on the CPU
 already); it loads a state only if all weights have 16 bits (``_update_fp32_params_by_new_state`` looks for fp32 copies
 of fp32 weights); and it keeps the master weights to itself, so that the shards of the parameter groups, which a
-checkpoint takes for master weights, are the 16-bit weights.
+checkpoint takes for master weights, are the 16-bit weights. It also updates on the host, and not to the same bits.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ _PRECISION = "use Trainer(precision=)"
 _SHARDED = "use MegatronStrategy(distributed_optimizer=)"
 _SHARDED_WEIGHTS = "leave it out: Megatron's FSDP is not used; tp and pp split the weights"
 _UNREAD = "leave it out: nothing reads it here"
-_OFFLOAD = (
-    "leave it out: megatron-core 0.16.1 keeps offloaded masters where no checkpoint of this package finds them; "
-    "distributed_optimizer=True divides the optimizer's state by dp"
-)
+_OFFLOAD = "use MegatronStrategy(offload_optimizer=)"
 _REFUSED: dict[type, dict[str, str]] = {
     TransformerConfig: {
         _MODEL: f"{' '.join(SAME_NAME_FIELDS)} activation_func softmax_scale init_method_std num_moe_experts "

@@ -81,14 +81,16 @@ class Device:
     """Bytes/s per direction to other GPUs of the host."""
     network_bandwidth: float
     """Bytes/s per direction to other hosts; assumes one network adapter per GPU."""
+    host_bandwidth: float
+    """Bytes/s per direction to the memory of its host: 16 lanes of PCIe."""
 
 
 DEVICES = {
-    "b200": Device("NVIDIA B200", 178 * GIB, 8.0e12, 900e9, 50e9),
-    "h200": Device("NVIDIA H200", 139 * GIB, 4.8e12, 450e9, 50e9),
-    "h100": Device("NVIDIA H100 80GB HBM3", 79 * GIB, 3.35e12, 450e9, 50e9),
-    "a100": Device("NVIDIA A100-SXM4-80GB", 79 * GIB, 2.04e12, 300e9, 25e9),
-    "a100-40gb": Device("NVIDIA A100-SXM4-40GB", 39 * GIB, 1.56e12, 300e9, 25e9),
+    "b200": Device("NVIDIA B200", 178 * GIB, 8.0e12, 900e9, 50e9, 64e9),
+    "h200": Device("NVIDIA H200", 139 * GIB, 4.8e12, 450e9, 50e9, 64e9),
+    "h100": Device("NVIDIA H100 80GB HBM3", 79 * GIB, 3.35e12, 450e9, 50e9, 64e9),
+    "a100": Device("NVIDIA A100-SXM4-80GB", 79 * GIB, 2.04e12, 300e9, 25e9, 32e9),
+    "a100-40gb": Device("NVIDIA A100-SXM4-40GB", 39 * GIB, 1.56e12, 300e9, 25e9, 32e9),
 }
 """Device by its name for ``plan --device``."""
 RANKS_PER_HOST = 8

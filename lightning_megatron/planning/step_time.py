@@ -23,6 +23,7 @@ from lightning_megatron.planning.activations import layer_bytes, num_logits, ran
 from lightning_megatron.planning.devices import RANKS_PER_HOST, Device, peak_flops_per_s
 from lightning_megatron.planning.flops import head_flops, layer_flops
 from lightning_megatron.planning.matrices import layer_matrices
+from lightning_megatron.planning.memory import host_bytes
 from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 _PRODUCTS_SHARE = 0.692
@@ -63,6 +64,8 @@ _TP_COPIES_EXPOSED = 1.5
 """The same as peer copies between two GPUs."""
 _DP_EXPOSED = 0.25
 """Share of the gradient reduction that compute does not hide."""
+_HOST_SHARE = 0.8
+"""Achieved share of the bandwidth to host memory with copies in both directions at once: assumed, not measured."""
 _IDLE = 0.014
 """Seconds per step in which the device is idle: Trainer, data, first and last kernel launches."""
 _INTERLEAVED = 0.7e-3
@@ -115,8 +118,13 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
     updated = run.optimizer_parameters(fullest) * _STEP_TRAFFIC
     updated += matrices * (_MUON_TRAFFIC - _STEP_TRAFFIC)
     accumulated = sum(trained.values()) * _GRADIENT_TRAFFIC
-    moved = updated + accumulated
     orthogonalization = _orthogonalization_seconds(run, fullest, device)
+    device_bandwidth = _MEMORY_SHARE * device.memory_bandwidth
+    update = updated / device_bandwidth + orthogonalization
+    # State in host memory is updated while other state is copied, which takes longer unless Muon computes.
+    copied = host_bytes(run, fullest) / (_HOST_SHARE * device.host_bandwidth)
+    offloaded = run.offload_optimizer * update
+    update += max(0.0, copied - offloaded)
     reduced = _reduction_seconds(run, trained, device)
     # It overlaps at most with the last backward pass, and with the first forward pass of the next step.
     exposed = max(_DP_EXPOSED * reduced, reduced - slowest.total)
@@ -124,7 +132,7 @@ def step_time(run: PlannedRun, device: Device) -> StepTime:
         products=m * slowest.products,
         attention=m * slowest.attention,
         other=m * slowest.other,
-        optimizer=moved / (_MEMORY_SHARE * device.memory_bandwidth) + orthogonalization,
+        optimizer=accumulated / device_bandwidth + update,
         communication=m * slowest.communication + exposed,
         bubble=others / parallel.num_model_chunks,
         idle=_IDLE + m * slowest.idle,

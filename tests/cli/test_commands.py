@@ -188,6 +188,7 @@ def test_doctor_shows_versions_slots_and_optional_packages(
     rows = [
         f"{'torch'.ljust(18)}  {version('torch')}",
         "\nliger-kernel ",
+        "MegatronStrategy(offload_optimizer=True) keeps AdamW's state of ",
         "pip install 'lightning-megatron[data]'",
     ]
     assert [each for each in (*rows, *(reason for *_, reason in ops)) if each not in text] == []

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.cases import LLAMA_8B
 from docs import which_layout
@@ -131,6 +132,23 @@ def test_optimizer_is_planned_and_configured(tmp_path: Path) -> None:
         totals[optimizer] = out
         assert ("name: muon" in file.read_text()) == (optimizer == "muon")
     assert totals["adamw"] != totals["muon"]
+
+
+def test_state_in_host_memory_is_planned_and_configured(tmp_path: Path) -> None:
+    options = ("--model", "llama-3-8b", "--gpus", "1", "--global-batch-size", "64", "--top", "1")
+    code, _, error = run_cli(tmp_path, "plan", *options)
+    assert code == 2
+    assert "expected at least 1" in error
+    file = tmp_path / "fit.yaml"
+    offloaded = ("--offload-optimizer", "1", "--output", str(file))
+    code, out, _ = run_cli(tmp_path, "plan", *options, *offloaded)
+    assert code == 0
+    names, cells = (line.split() for line in out.splitlines()[2:4])
+    assert dict(zip(names, cells, strict=True))["host"] == "89.7"
+    strategy = yaml.safe_load(file.read_text())["trainer"]["strategy"]["init_args"]
+    assert strategy["offload_optimizer"] == 1.0
+    code, _, error = run_cli(tmp_path, "plan", *options, "--offload-optimizer", "2")
+    assert (code, error.startswith("error: --offload-optimizer 2.0 must be at most 1")) == (2, True)
 
 
 def test_shape_of_the_page_is_planned_by_its_command(tmp_path: Path) -> None:

@@ -187,6 +187,49 @@ def _skipped_step(case: Case) -> tuple[bool, bool]:
     return same[0], same[1]
 
 
+def _fit_twice(case: Case, shares: tuple[float, float]) -> tuple[list[Tensor], int]:
+    """Weights after two fits of one module, and host memory that is used then."""
+    from lightning_megatron import MegatronStrategy
+
+    module = module_of(case)
+    for share in shares:
+        strategy = MegatronStrategy(offload_optimizer=share)
+        with _small_buckets():
+            trainer_of(case, strategy=strategy).fit(module, loader_of(case))
+    assert strategy.megatron_optimizer is not None
+    weights = [weight.detach().clone() for weight in module.model_chunks.parameters()]
+    return weights, strategy.megatron_optimizer.host_bytes
+
+
+@pytest.mark.exhaustive
+def test_another_fit_of_the_module_may_have_its_state_elsewhere() -> None:
+    case = replace(BF16, layout=DP2, steps=2)
+    expected = run_ranks(_fit_twice, 2, case, (0.0, 0.0))
+    for shares in ((1.0, 1.0), (1.0, 0.0), (0.0, 0.5)):
+        for (ours, used), (theirs, _) in zip(
+            run_ranks(_fit_twice, 2, case, shares), expected, strict=True
+        ):
+            assert all_equal(ours, theirs)
+            assert (used > 0) == (shares[1] > 0)
+
+
+def test_memory_is_freed_before_another_fit_allocates_its_own() -> None:
+    assert run_ranks(_used_by_second_fit, 1, replace(BF16, steps=1)) == [(True, 0)]
+
+
+def _used_by_second_fit(case: Case) -> tuple[bool, int]:
+    """Whether the first optimizer has state in host memory after its fit, and how much after the second."""
+    from lightning_megatron import MegatronStrategy
+
+    module = module_of(case)
+    trainer = trainer_of(case, strategy=MegatronStrategy(offload_optimizer=True))
+    trainer.fit(module, loader_of(case))
+    first: Any = trainer.strategy.megatron_optimizer  # type: ignore[attr-defined]
+    has_state = first.host_bytes > 0
+    trainer.fit(module, loader_of(case))
+    return has_state, first.host_bytes
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
