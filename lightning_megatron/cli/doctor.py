@@ -96,11 +96,11 @@ def _devices() -> Iterable[tuple[str, str]]:
     from lightning_megatron.planning.host import host_memory
 
     yield "cpu", f"{torch.get_num_threads()} threads; ranks communicate through gloo"
-    memory = host_memory()
-    billions = memory.free / _STATE_BYTES / 1e9
+    host = host_memory()
+    billions = host.free / _STATE_BYTES / 1e9
     yield (
         "host memory",
-        f"{memory}: MegatronStrategy(offload_optimizer=True) keeps AdamW's state of {billions:.1f} billion parameters",
+        f"{host}: MegatronStrategy(offload_optimizer=True) keeps AdamW's state of {billions:.1f} billion parameters",
     )
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)

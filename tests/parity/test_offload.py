@@ -224,7 +224,7 @@ def _used_by_second_fit(case: Case) -> tuple[bool, int]:
     module = module_of(case)
     trainer = trainer_of(case, strategy=MegatronStrategy(offload_optimizer=True))
     trainer.fit(module, loader_of(case))
-    first: Any = trainer.strategy.megatron_optimizer  # type: ignore[attr-defined]
+    first: Any = trainer.strategy.megatron_optimizer
     has_state = first.host_bytes > 0
     trainer.fit(module, loader_of(case))
     return has_state, first.host_bytes
