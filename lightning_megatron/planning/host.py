@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_megatron.planning.run import PlannedRun
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_ZONES = Path("/proc/zoneinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +35,27 @@ class HostMemory:
 def host_memory() -> HostMemory:
     """Memory of this host, or of the innermost container that has less."""
     memory = psutil.virtual_memory()
-    total = float(memory.total)
-    free = float(memory.available)
+    total = max(float(memory.total), _present_bytes())
+    free = memory.available + total - memory.total
     for limit, used in _limits():
         total = min(total, limit)
         free = min(free, max(0.0, limit - used))
     return HostMemory(total=total, free=free)
+
+
+def _present_bytes() -> float:
+    """Bytes of memory that the kernel has, or 0 if it does not tell.
+
+    A virtual machine may begin with a small part of its memory: ``MemTotal``, which psutil reads, then grows as it is
+    used.
+    """
+    try:
+        lines = _ZONES.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0.0
+    words = [line.split() for line in lines]
+    pages = sum(int(each[1]) for each in words if len(each) == 2 and each[0] == "present")
+    return float(pages * mmap.PAGESIZE)
 
 
 def _limits() -> Iterator[tuple[float, float]]:

@@ -1,5 +1,6 @@
 """Memory that a process may use of its host, and which runs the hosts can hold."""
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,26 @@ def test_memory_is_that_of_the_host_or_of_the_smallest_container(
         _files(tmp_path / folder, contents)
     monkeypatch.setattr(host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "_ZONES", tmp_path / "zoneinfo")
     machine: Any = type("Memory", (), {"total": 64 * GIB, "available": 40 * GIB})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     found = host.host_memory()
     assert (found.total / GIB, found.free / GIB) == expected
+
+
+def test_memory_that_a_virtual_machine_has_not_used_yet_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = 40 * GIB // mmap.PAGESIZE
+    zones = "Node 0, zone {}\n  pages free 5\n        spanned  {}\n        present  {}\n"
+    text = zones.format("DMA32", 9, 2) + zones.format("Normal", 2 * pages, pages - 2)
+    (tmp_path / "zoneinfo").write_text(text)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(host, "_ZONES", tmp_path / "zoneinfo")
+    machine: Any = type("Memory", (), {"total": 10 * GIB, "available": 7 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    found = host.host_memory()
+    assert (found.total / GIB, found.free / GIB) == (40, 37)
 
 
 @pytest.mark.parametrize(
