@@ -39,7 +39,7 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: If there is no such iteration, or several and no tracker file.
         ConfigError: If ``iteration`` is given and ``path`` holds no iterations.
     """
-    iterations = _iterations_in(path)
+    iterations = iterations_in(path)
     tracker = path / TRACKER_FILE
     if iteration is not None:
         wanted = f"iter_{iteration:07}"
@@ -66,7 +66,8 @@ def iteration_folder(path: Path, iteration: int | None = None) -> Path:
     return path / wanted
 
 
-def _iterations_in(path: Path) -> list[str]:
+def iterations_in(path: Path) -> list[str]:
+    """Names of the directories of iterations in a directory of Megatron-LM's."""
     if not path.is_dir():
         return []
     names = [entry.name for entry in path.iterdir() if entry.is_dir()]

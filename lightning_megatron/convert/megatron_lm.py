@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.convert.companions import companion_files
+from lightning_megatron.convert.hybrid_layers import is_hybrid, with_paired_layers
 from lightning_megatron.convert.inferred_model import describe_model
 from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
 from lightning_megatron.convert.megatron_lm_files import (
@@ -215,6 +216,9 @@ class MegatronLMSource(Source):
         if not any(name.startswith("language_model.") for name in first.chunks[0]):
             self._version = 3.0  # Megatron-Core's names: saved without version, rows as in 3.0
         collected = collect_tensors(path, ranks)
+        names = [name for copies in collected.values() for name, _ in copies]
+        if is_hybrid(names):
+            collected = with_paired_layers(collected, path)
         self._found: dict[Key, Stored] = {}
         stored: dict[str, Stored] = {}
         for key, copies in collected.items():

@@ -39,6 +39,7 @@ from lightning_megatron.checkpoint.meta import (
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.checkpoint.table import read_table, table_reader
 from lightning_megatron.convert.companions import companion_files
+from lightning_megatron.convert.hybrid_layers import is_hybrid, with_paired_layers
 from lightning_megatron.convert.inferred_model import describe_model
 from lightning_megatron.convert.megatron_arguments import arguments_of, metadata_of
 from lightning_megatron.convert.registry import (
@@ -135,6 +136,7 @@ class DistributedSource(Source):
             if folder.is_dir() and companion_files(folder):
                 self.companions = folder
                 break
+        self._is_hybrid = is_hybrid(_WRAPPERS.sub("", name) for name in stored)
         self._found: dict[Key, Stored] = {}
         self._averages: dict[str, str] = {}
         """Entries to read instead of those of weights, where they have values."""
@@ -146,11 +148,12 @@ class DistributedSource(Source):
         Megatron-Core stacks the layers of a model: ``decoder.layers.mlp.linear_fc1.weight`` is [layers, rows, columns],
         and the experts of a layer: ``decoder.layers.mlp.experts.experts.linear_fc1.weight`` has a second such axis. It
         may also write one entry per layer (``decoder.layers.3.mlp...``), and in models without fused norms these have
-        names of their own.
+        names of their own. Those of a ``HybridModel`` are paired: hybrid_layers.py.
 
         Args:
             known: Tensor names in the rules of the model's family; empty if the model is not known yet.
         """
+        found: dict[Key, Stored] = {}
         for entry, stored in self.weights.items():
             if NO_WEIGHTS.search(entry):
                 continue
@@ -164,14 +167,16 @@ class DistributedSource(Source):
             for index in itertools.product(*map(range, stored.shape[:axes])):
                 indices = index if layer is None else (layer, *index)
                 dtype = self.stored[self._averages.get(entry, entry)].dtype
-                self._found[Key(name, *indices)] = Stored(shape, dtype, (entry, index))
-        return self._found
+                found[Key(name, *indices)] = Stored(shape, dtype, (entry, index))
+        if self._is_hybrid:
+            found = with_paired_layers(found, self.path)
+        self._found = found
+        return found
 
     def match(
         self, model: ModelConfig, expected: Mapping[Key, tuple[int, ...]]
     ) -> dict[Key, torch.dtype]:
         """See ``Source``."""
-        self._found.clear()
         found = self.find({key.name for key in expected})
         self.check(model, found, expected)
         return {key: tensor.dtype for key, tensor in found.items()}

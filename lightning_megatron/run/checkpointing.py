@@ -28,15 +28,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import find
 from lightning_megatron.checkpoint.host_memory import HostMemory
-from lightning_megatron.checkpoint.load import (
-    LoadFrom,
-    load_average,
-    load_initial_weights,
-    resume,
-)
+from lightning_megatron.checkpoint.load import LoadFrom, load_average, resume
 from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
 from lightning_megatron.checkpoint.state import RunState
+from lightning_megatron.convert.foreign_weights import (
+    check_initial_weights,
+    load_weights_of_any_program,
+)
 from lightning_megatron.data.resumable import ResumableLoader
 from lightning_megatron.data.stateful import StatefulLoader
 from lightning_megatron.engine.collectives import raise_on_all_ranks, wait_for_all_ranks
@@ -490,7 +489,7 @@ class Checkpointing:
             self._start_checkpoint = str(found)
         has_weights = self._strategy.lightning_module in modules_with_weights
         if self.initial_weights is not None and not has_checkpoint and not has_weights:
-            self.initial_weights.resolve()
+            check_initial_weights(self.initial_weights)
         return found
 
     def setup(self, run: RunState, *, fitting: bool) -> None:
@@ -525,7 +524,9 @@ class Checkpointing:
                 checkpoint = as_path(self._start_checkpoint)
             elif source is not None:
                 target = run if fitting else replace(run, optimizer=None)
-                checkpoint = load_initial_weights(target, source)
+                is_own = getattr(module, "model_provider", None) is not None
+                model = None if is_own else getattr(module, "model_config", None)
+                checkpoint = load_weights_of_any_program(target, model, source)
             adaptation = getattr(module, "adaptation", None)
             self.weight_origin = WeightOrigin(
                 checkpoint=checkpoint,

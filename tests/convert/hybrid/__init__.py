@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-Core's ``HybridModel``, and how they were made."""
