@@ -202,11 +202,19 @@ class _SideStream(torch.cpu.Stream):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
+    # host_state.py orders its copies by events, which torch's streams of CPUs do not have in every version.
+
+    def record_event(self) -> None:
+        """Nothing to wait for: what was queued has ended."""
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing."""
+
 
 _CUDA: dict[str, Callable[[Any], Any]] = {
     "current_device": _returning(lambda: cpu.DEVICE),  # buffers are created on it
     # distributed/param_and_grad_buffer.py orders its communication.
-    "current_stream": _returning(torch.cpu.Stream),
+    "current_stream": _returning(_SideStream),
     # pipeline_parallel/schedules.py returns to the default stream.
     "default_stream": _returning(torch.cpu.Stream),
     "stream": _returning(contextlib.nullcontext),  # overlapped communication runs on a side stream

@@ -78,7 +78,7 @@ def _train(case: Case, share: bool | float, module_options: dict[str, Any]) -> E
         steps.append((outputs["loss"].item(), trainer.strategy.optimizer_report.grad_norm))
 
     layout = {name: value for name, value in asdict(case.layout).items() if name != "dp"}
-    strategy = MegatronStrategy(**layout, offload_optimizer=share, on_nan="skip")
+    strategy = MegatronStrategy(**{**layout, "offload_optimizer": share})
     trainer = trainer_of(case, strategy=strategy, callbacks=[callback(on_train_batch_end=end)])
     with _small_buckets():
         trainer.fit(module_of(case, **module_options), loader_of(case))
@@ -118,6 +118,7 @@ def _train(case: Case, share: bool | float, module_options: dict[str, Any]) -> E
         exhaustive(replace(BF16, layout=UNSHARDED, optimizer=MUON), 0.3, {}, id="unsharded-muon"),
         exhaustive(replace(BF16, layout=TP2, precision="32-true"), True, {}, id="tp2-fp32"),
         exhaustive(replace(BF16, layout=CP2), True, {}, id="cp2"),
+        exhaustive(replace(BF16, layout=replace(DP2, fp8="tensorwise")), True, {}, id="fp8"),
         exhaustive(replace(BF16, layout=FOUR_RANKS), True, {}, id="tp2-pp2"),
         exhaustive(replace(BF16, layout=TP2_DP2), True, {"lora": {"rank": 2}}, id="lora"),
         exhaustive(replace(BF16, layout=DP2, optimizer=(("name", "sgd"),)), True, {}, id="sgd"),
@@ -320,12 +321,22 @@ def test_share_is_a_number_from_0_to_1(share: Any) -> None:
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [on_gpus(1, ADAMW, id="adamw"), on_gpus(1, MUON, id="muon")])
-def test_update_on_a_gpu_equals_that_of_state_on_it(optimizer: tuple[tuple[str, Any], ...]) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "graphs"),
+    [
+        on_gpus(1, ADAMW, False, id="adamw"),
+        on_gpus(1, ADAMW, True, id="adamw-graphs"),
+        on_gpus(1, MUON, False, id="muon"),
+    ],
+)
+def test_update_on_a_gpu_equals_that_of_state_on_it(
+    optimizer: tuple[tuple[str, Any], ...], graphs: bool
+) -> None:
     """Each step is computed once more from its gradients, as those of two runs differ."""
-    case = replace(BF16, accelerator="gpu", optimizer=optimizer, steps=4)
+    layout = Layout(cuda_graphs=graphs)
+    case = replace(BF16, accelerator="gpu", optimizer=optimizer, steps=5, layout=layout)
     ((are_equal, is_pinned),) = run_ranks(_updated_twice, 1, case)
-    assert are_equal == [True] * 4
+    assert are_equal == [True] * 5
     assert is_pinned
 
 
@@ -372,7 +383,7 @@ def _updated_twice(case: Case) -> tuple[list[bool], bool]:
         undo.enter_context(inside(part.optimizer, "step", both))
 
     with _small_buckets(), contextlib.ExitStack() as undo:
-        strategy = MegatronStrategy(offload_optimizer=True)
+        strategy = MegatronStrategy(offload_optimizer=True, cuda_graphs=case.layout.cuda_graphs)
         trainer = trainer_of(case, strategy=strategy, callbacks=[callback(on_train_start=fitted)])
         trainer.fit(module_of(case), loader_of(case))
         (part,) = trainer.strategy.megatron_optimizer.parts

@@ -83,6 +83,7 @@ class Layout:
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     ep: int = 1
+    offload_optimizer: bool | float = False
 
     @property
     def world_size(self) -> int:

@@ -288,6 +288,7 @@ def test_replica_check_passes_a_run_without_faults() -> None:
         ("gpt2", Layout(tp=2, pp=2), "32-true"),
         ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
         ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
+        ("gpt2", Layout(tp=2, dp=2, offload_optimizer=0.5), "bf16-mixed"),
     ]
     cases = [
         Case(model=model, layout=layout, precision=precision)

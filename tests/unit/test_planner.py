@@ -398,10 +398,18 @@ def test_recomputing_trades_memory_for_time() -> None:
         # 4 bytes more of 8,030,261,248 parameters, over four ranks.
         ("adamw", 139, False, [EMA()], r"74\.8 of 139\.0 GiB.*plus activations$"),
         ("adamw", 139, False, [EMA(device="cpu")], r"67\.3 of 139\.0 GiB.*plus activations$"),
+        # All but 2 bytes of weights, 4 of gradients and four slots of 96 MiB.
+        (
+            "offloaded",
+            139,
+            False,
+            [],
+            r"45\.2 of 139\.0 GiB \(weights 15\.0, gradients 29\.9, optimizer 0\.4, .*\), and 22\.4 GiB of host memory",
+        ),
     ],
 )
 def test_run_logs_expected_memory_and_warns_of_too_much(
-    optimizer: Literal["adamw", "muon"],
+    optimizer: Literal["adamw", "muon", "offloaded"],
     gib: int,
     has_data: bool,
     callbacks: list[EMA],
@@ -413,6 +421,7 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
         parallel=replace(LLAMA_RUN.parallel, tp=1),
         params_dtype=torch.bfloat16,
         device=device,
+        offload_optimizer=float(optimizer == "offloaded"),
     )
     rows = {"seq_length": 4096, "pad_to_multiple_of": 8}
     data = SimpleNamespace(seq_length=4096, micro_batch_size=2, lengths=lambda model: rows)
@@ -433,7 +442,7 @@ def test_run_logs_expected_memory_and_warns_of_too_much(
     )
     module: Any = SimpleNamespace(
         model_config=LLAMA_RUN.model,
-        optimizer_options=OptimizerOptions(name=optimizer),
+        optimizer_options=OptimizerOptions(name="muon" if optimizer == "muon" else "adamw"),
     )
     memory_estimate.MemoryEstimate().setup(trainer, module, "fit")
     (line,) = logged
