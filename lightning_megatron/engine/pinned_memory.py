@@ -47,7 +47,10 @@ class PinnedBlock:
         self.is_pinned = device.type == "cuda" and num_bytes > 0
         """Whether all of it is; otherwise copies are only slower, and the host waits for them."""
         if self.is_pinned:
-            torch.cuda.set_device(device)  # a new thread would create a context on the first GPU
+            if device.index is not None:
+                torch.cuda.set_device(
+                    device
+                )  # a new thread would create a context on the first GPU
             self._pin(pinned_at_once or num_bytes)
         self._unpin = weakref.finalize(self, _unpin, self._pinned)
         self._unpin.atexit = False
