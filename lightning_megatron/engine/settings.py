@@ -55,8 +55,8 @@ class EngineSettings:
     """fp8 recipe of the linear layers; None to compute them in ``params_dtype``."""
     cuda_graphs: bool = False
     """Whether training microbatches are captured in CUDA graphs and replayed."""
-    offload_optimizer: float = 0.0
-    """Share of the optimizer's state that is in host memory, from 0 to 1."""
+    offload_optimizer: float = field(default=0.0, compare=False)
+    """Share of the optimizer's state that is in host memory, from 0 to 1; model chunks do not depend on it."""
 
     @property
     def overlaps_gathers(self) -> bool:

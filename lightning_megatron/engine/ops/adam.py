@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lightning_megatron.engine.bucket_plan import Bucket
 from lightning_megatron.engine.host_state import HostState, StagedPiece, is_placeholder
 from lightning_megatron.engine.ops.muon import MatrixState, MatrixUpdates
 
@@ -27,7 +26,7 @@ class KernelInputs(NamedTuple):
     gradients: list[Tensor]
     moments: list[Mapping[str, Tensor]]
     lows: list[Tensor | None]
-    """16-bit weights to be written, too; None where another pass does that, or the masters are the weights."""
+    """16-bit weights to be written, too; None where they are not known yet, or the masters are the weights."""
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -78,9 +77,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def master_of(self, parameter: Tensor) -> Tensor:
         """Master weights of one of its parameters: the parameter itself, or a tensor on the host."""
-        if self.host is not None and parameter in self.host:
-            return self.host.master_of(parameter)
-        return parameter
+        if self.host is None or parameter not in self.host:
+            return parameter
+        return self.host.master_of(parameter)
 
     def _has_matrices(self, parameter: Tensor) -> bool:
         return self.matrices is not None and parameter in self.matrices
@@ -133,6 +132,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def _write_lows(self, weights: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+        """Copy master weights into 16-bit weights, where there are some."""
+        pairs = [(high, low) for high, low in zip(weights, lows, strict=True) if low is not None]
+        copy([high for high, _ in pairs], [low for _, low in pairs])
+        self.has_copied = self.model_params is not None
+
     def _inputs_on_device(self, group: dict[str, Any]) -> KernelInputs:
         model_params = self.model_params or {}
         inputs = KernelInputs([], [], [], [])
@@ -167,10 +172,9 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _matrix_states(self, matrices: MatrixUpdates) -> Iterator[Mapping[Tensor, MatrixState]]:
         """Master weights and momenta of each round's parameters on the device; afterwards copy to 16-bit weights."""
         rounds = matrices.rounds
-        buckets: Sequence[Bucket] = [] if self.host is None else self.host.round_buckets
-        staged: Iterator[list[StagedPiece]] = iter([[] for _ in rounds])
+        staged: Iterable[list[StagedPiece]] = [[] for _ in rounds]
         if self.host is not None:
-            staged = self.host.stage(buckets)
+            staged = self.host.stage(self.host.round_buckets)
         model_params = self.model_params or {}
         for masters, pieces in zip(rounds, staged, strict=True):
             states: dict[Tensor, MatrixState] = {}
@@ -272,7 +276,7 @@ class FusedAdam(MasterOptimizer):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        _write_lows(weights, lows)
+        self._write_lows(weights, lows)
 
     def _update_by_triton(
         self,
@@ -306,12 +310,6 @@ class FusedAdam(MasterOptimizer):
 
 def _addresses(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-def _write_lows(weights: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
-    """Copy master weights into 16-bit weights, where there are some."""
-    pairs = [(high, low) for high, low in zip(weights, lows, strict=True) if low is not None]
-    copy([high for high, _ in pairs], [low for _, low in pairs])
 
 
 class FusedSGD(MasterOptimizer):
@@ -367,7 +365,7 @@ class FusedSGD(MasterOptimizer):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        _write_lows(weights, lows)
+        self._write_lows(weights, lows)
 
 
 # ---- patches of Megatron's optimizers --------------------------------------------------------------------------------
