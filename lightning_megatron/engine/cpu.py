@@ -7,6 +7,7 @@ schedules, layers and optimizers then run in gloo processes on a laptop.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,10 @@ def _is_cuda(device: object) -> bool:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Redirects every ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU."""
+    """Redirects every ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU.
+
+    Code that is known to name no such device can do without, in ``without_redirection``.
+    """
 
     def __torch_function__(
         self,
@@ -52,3 +56,13 @@ class CudaMeansCpu(TorchFunctionMode):
             # optimizer/optimizer.py accepts only parameters of type "torch.cuda.FloatTensor" and the like.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
+
+
+def without_redirection(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On a CPU, a block in which a device "cuda" is an error again, and a small operation takes 2 us less.
+
+    Decoding a token of a small model is a thousand operations: 5 % of the time of ``generate``.
+    """
+    if device.type == "cpu":
+        return torch._C.DisableTorchFunction()
+    return contextlib.nullcontext()

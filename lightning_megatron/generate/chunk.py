@@ -12,13 +12,14 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
+from lightning_megatron.engine.cpu import without_redirection
 from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.key_value_cache import KeyValueCache, TokenStep
 from lightning_megatron.generate.cuda_graphs import Work
 from lightning_megatron.generate.layout import ModelInputs
 from lightning_megatron.generate.scores import ScoredPositions
 from lightning_megatron.models.bert import BertChunk
-from lightning_megatron.models.gpt import GPTChunk
+from lightning_megatron.models.gpt import Chunk, GPTChunk
 
 
 class CachedChunk:
@@ -107,7 +108,7 @@ class CachedChunk:
         elif model.post_process and not every_position and rows.tokens.shape[1] > 1:
             selection = model.output_layer.register_forward_pre_hook(_last_position)
         try:
-            with selection:
+            with selection, self._redirection(rows):
                 output = self._forward(rows)
         finally:
             if hidden is not None:
@@ -121,6 +122,12 @@ class CachedChunk:
         if not every_position:
             output = output[:, -1]
         return output.float().detach()
+
+    def _redirection(self, rows: ModelInputs) -> contextlib.AbstractContextManager[Any]:
+        if isinstance(self.model, Chunk):
+            return without_redirection(rows.tokens.device)
+        # A user's model may name any device.
+        return contextlib.nullcontext()
 
     def _forward(self, rows: ModelInputs) -> Tensor:
         model = self.model
