@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ NAMES = ("param", "exp_avg", "exp_avg_sq")
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 1000), max_size=12), st.integers(1, 5))
 def test_pieces_are_all_elements_in_order_and_fill_buckets(sizes: list[int], limit: int) -> None:
     limit *= ALIGNMENT
@@ -49,6 +50,7 @@ def test_pieces_are_all_elements_in_order_and_fill_buckets(sizes: list[int], lim
         assert sum(taken) == limit or group is groups[-1]
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 700), st.sampled_from([NAMES, NAMES[1:], NAMES[:2]]))),
     st.integers(1, 4),
