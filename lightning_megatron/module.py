@@ -23,6 +23,7 @@ from lightning_megatron.callbacks.memory_estimate import MemoryEstimate
 from lightning_megatron.callbacks.model_summary import whole_summaries
 from lightning_megatron.checkpoint.load import LoadFrom
 from lightning_megatron.checkpoint.meta import load_meta
+from lightning_megatron.convert import ExpertFormat
 from lightning_megatron.convert.companions import generation_config
 from lightning_megatron.convert.frozen_model import FrozenWeights
 from lightning_megatron.convert.hugging_face import (
@@ -31,7 +32,13 @@ from lightning_megatron.convert.hugging_face import (
     resolve_tied_output,
 )
 from lightning_megatron.convert.hugging_face_saving import save_hugging_face
-from lightning_megatron.convert.peft import LoRA, adaptation, load_adapter, save_adapter
+from lightning_megatron.convert.peft import (
+    LoRA,
+    adaptation,
+    check_expert_format,
+    load_adapter,
+    save_adapter,
+)
 from lightning_megatron.convert.registry import (
     config_fields,
     config_object,
@@ -147,8 +154,7 @@ class MegatronModule(pl.LightningModule):
         problem_type: ProblemType | None = None,
     ) -> None:
         super().__init__()
-        self.adaptation = adaptation(lora, str(model) if pretrained else None)
-        """Low-rank adapters, trained instead of the model's own weights; None without ``lora``."""
+        base = str(model) if pretrained else None
         if isinstance(model, str):
             model = str(local_folder(model, "model" if pretrained else "config"))
         require_number("make_vocab_size_divisible_by", make_vocab_size_divisible_by, at_least=1)
@@ -171,6 +177,8 @@ class MegatronModule(pl.LightningModule):
             raise ConfigError(
                 "pretrained=True keeps positions and heads; leave out position_embedding_type and attention_head_type"
             )
+        self.adaptation = adaptation(lora, base, self.model_config)
+        """Low-rank adapters, trained instead of the model's own weights; None without ``lora``."""
         if self.adaptation is not None:
             self.model_config = self.adaptation.apply_to(self.model_config, model_provider)
         self.model_provider = model_provider
@@ -900,6 +908,7 @@ class MegatronModule(pl.LightningModule):
         save_directory: str | Path,
         max_shard_size: str | int = "5GB",
         merge: bool = False,
+        expert_format: ExpertFormat = "fused",
     ) -> None:
         """Write the model as a Hugging Face directory, which ``AutoModelFor*.from_pretrained`` loads.
 
@@ -912,6 +921,8 @@ class MegatronModule(pl.LightningModule):
             save_directory: Directory to write; created if it does not exist. Only rank 0 writes.
             max_shard_size: Largest weight file, e.g. ``200MB``, or bytes.
             merge: With ``lora``: write the whole model, with the adapters merged into its weights.
+            expert_format: Form of adapters of routed experts: ``fused`` for parameters of all experts of a layer, as in
+                transformers 5; ``per_expert`` for modules of each, as in transformers 4.
 
         Raises:
             ConfigError: If there is no model yet, no Hugging Face class computes it, or there is nothing to merge.
@@ -921,6 +932,9 @@ class MegatronModule(pl.LightningModule):
             raise ConfigError(
                 "merge=True: expected a module with lora, got one without; leave merge out"
             )
+        check_expert_format(
+            replace(self.model_config, lora=None) if merge else self.model_config, expert_format
+        )
         if self.model_chunks is None:
             raise ConfigError(
                 "there is no model to save before Trainer.fit (or validate) has built it; save it then"
@@ -941,7 +955,9 @@ class MegatronModule(pl.LightningModule):
         with self.megatron.engine():
             finish_parameter_gathers(chunks)
             if self.adaptation is not None and not merge:
-                save_adapter(chunks, self.model_config, directory, self.adaptation.base)
+                save_adapter(
+                    chunks, self.model_config, directory, self.adaptation.base, expert_format
+                )
                 return
             model = replace(self.model_config, lora=None)
             companions = generation_config(self.pretrained_path)

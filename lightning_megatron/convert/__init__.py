@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 Format = Literal["hf", "megatron", "megatron-legacy", "peft"]
+ExpertFormat = Literal["fused", "per_expert"]
+"""Form of adapters of experts in the files of an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +51,6 @@ class ConvertOptions:
     base: Path | None = None
     """Base model of adapters (LoRA), or its name on the hub; the one that they name if left out, which must be a
     directory or in the hub's cache."""
+    expert_format: ExpertFormat = "fused"
+    """Form of adapters of routed experts in ``peft``: ``fused`` for parameters of all experts of a layer, as in
+    transformers 5; ``per_expert`` for modules of each, as in transformers 4."""

@@ -33,7 +33,7 @@ from lightning_megatron.convert.hugging_face_saving import (
     staged_directory,
 )
 from lightning_megatron.convert.megatron_lm_saving import save_megatron_lm, split_layers
-from lightning_megatron.convert.peft import save_adapter
+from lightning_megatron.convert.peft import check_expert_format, save_adapter
 from lightning_megatron.convert.registry import config_for_task, differences, family_of
 from lightning_megatron.convert.shards import TIMEOUT, Key
 from lightning_megatron.convert.source import ModelSource
@@ -113,7 +113,7 @@ def convert(options: ConvertOptions, average_with: Sequence[Path] = ()) -> str:
                 loader.fill(as_stored=True, dtype=dtype)
             companions = companion_files(source.companions, options.tokenizer)
             if options.to == "peft":
-                save_adapter(chunks, source.model, folder, source.base)
+                save_adapter(chunks, source.model, folder, source.base, options.expert_format)
             elif options.to == "megatron":
                 _save_megatron(chunks, source, runtime, topology, folder)
                 _copy_on_first_rank(companions, folder / COMPANIONS)
@@ -262,6 +262,8 @@ def _check_options(options: ConvertOptions, world: int) -> ParallelConfig:
     size_in_bytes(options.max_shard_size)
     require_number("make_vocab_size_divisible_by", options.make_vocab_size_divisible_by, 1)
     useless = [] if options.to == "hf" else ["max_shard_size"]
+    if options.to != "peft":
+        useless.append("expert_format")
     if options.to in ("hf", "peft"):
         if world == 1:  # under torchrun these options apply to any target
             useless += ["tp", "pp", "vpp"]
@@ -331,6 +333,8 @@ def _check_model(source: ModelSource, options: ConvertOptions, layout: ParallelC
         raise CheckpointError(
             f"{source.path}: expected a model with adapters (LoRA), got one without; use --to hf"
         )
+    if options.to == "peft":
+        check_expert_format(model, options.expert_format)
     described = family_of(model.family).model_config(source.hf_config, model.task)
     if options.to == "hf" and variant_of(described, model.to_dict()) != described:
         raise CheckpointError(

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from lightning_megatron.convert.decoder_rules import DecoderNames
 from lightning_megatron.convert.registry import family_of
+from lightning_megatron.convert.rules import FUSED_EXPERTS
 from lightning_megatron.convert.source import Stored
 from lightning_megatron.convert.weight_files import WeightFiles
 from lightning_megatron.models.config import ModelConfig
 
-_STACKED = re.compile(r"(?P<layer>.*)\bmlp\.experts\.(?P<linear>gate_up_proj|down_proj)")
+_NAMES = "|".join(map(re.escape, FUSED_EXPERTS.values()))
+_STACKED = re.compile(rf"(?P<layer>.*)\b(?P<linear>{_NAMES})")
 
 
 class _Part(NamedTuple):
@@ -82,7 +84,7 @@ class _SeparateExperts(WeightFiles):
             return {}
         gate, up, down = self._names.expert
         linears = [gate, up]
-        if found["linear"] == "down_proj":
+        if found["linear"] == FUSED_EXPERTS["linear_fc2"]:
             linears = [down]
         rows, rest = divmod(stored.shape[1], len(linears))
         if rest:

@@ -105,39 +105,80 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
 
 
-_LINEAR = re.compile(r"\w+\.layers\.\w+\.linear_\w+")
+_LINEAR = re.compile(r"\w+\.layers\.\w+(\.shared_experts)?\.linear_\w+")
+_EXPERTS = re.compile(r"\w+\.layers\.mlp\.experts\.experts\.(?P<linear>linear_\w+)")
+FUSED_EXPERTS = {"linear_fc1": "mlp.experts.gate_up_proj", "linear_fc2": "mlp.experts.down_proj"}
+"""Parameters of a layer of transformers 5 that hold a linear of all experts, where files on the hub hold each expert's,
+by Megatron's name of the linear."""
+PEFT_PREFIX = "base_model.model."
+"""Of all names in ``peft``'s files."""
 
 
 def linear_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Weight rules of the linear layers of attention and MLPs (not of experts), by Megatron's module name."""
-    named = {
+    """Weight rules of the linear layers of attention, MLPs and shared experts, by Megatron's module name."""
+    return {name: rule for name, rule in _weight_rules(rules).items() if _LINEAR.fullmatch(name)}
+
+
+def expert_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
+    """Weight rules of the linears of routed experts, by Megatron's module name."""
+    return {name: rule for name, rule in _weight_rules(rules).items() if _EXPERTS.fullmatch(name)}
+
+
+def _weight_rules(rules: Sequence[Rule]) -> dict[str, Rule]:
+    return {
         rule.megatron.removesuffix(".weight"): rule
         for rule in rules
         if rule.megatron.endswith(".weight")
     }
-    return {name: rule for name, rule in named.items() if _LINEAR.fullmatch(name)}
+
+
+def fused_parameter(module: str, rule: Rule) -> str:
+    """Name in transformers, with ``LAYER``, of the parameter that holds a linear of all routed experts of a layer.
+
+    Args:
+        module: Megatron's name of the linear.
+        rule: Rule of its weight.
+    """
+    if rule.num_stacked:
+        return rule.hugging_face[0]
+    found = _EXPERTS.fullmatch(module)
+    assert found is not None
+    layers = rule.hugging_face[0].partition(LAYER)[0]
+    return f"{layers}{LAYER}.{FUSED_EXPERTS[found['linear']]}"
+
+
+def expert_adapter(parameter: str, kind: str) -> str:
+    """Name of the matrix A or B of one expert, with ``LAYER`` and ``EXPERT``.
+
+    No file has it: convert/expert_adapters.py reads and writes those of files by it.
+    """
+    return f"{PEFT_PREFIX}{parameter}.{EXPERT}.lora_{kind}.weight"
 
 
 def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
-    """Rules of the adapter weights, with the names in ``peft``'s files.
+    """Rules of the adapter weights, with the names in ``peft``'s files; of routed experts with ``expert_adapter``'s.
 
     For a linear layer that fuses several matrices, A concatenates their A along the first axis; B is split and ordered
     as the rows of the weight, and is zero for a matrix without adapter.
     """
     linears = linear_rules(rules)
+    experts = expert_rules(rules)
     lora = []
     for name, parts in adapters.linears:
+        if name in experts:
+            lora += _rules_of_expert_adapters(name, experts[name])
+            continue
         rule = linears[name]
         ingoing = []
         outgoing = []
         for module, is_adapted in zip(rule.modules, parts, strict=True):
             if is_adapted:
-                ingoing.append(f"base_model.model.{module}.lora_A.weight")
-            outgoing.append(f"base_model.model.{module}.lora_B.weight" if is_adapted else "")
+                ingoing.append(f"{PEFT_PREFIX}{module}.lora_A.weight")
+            outgoing.append(f"{PEFT_PREFIX}{module}.lora_B.weight" if is_adapted else "")
         rule_of_a = Rule(
             megatron=f"{name}{ADAPTER_SUFFIX}.A",
             hugging_face=tuple(ingoing),
-            rows=(adapters.rank,) * len(ingoing),
+            rows=(adapters.rank_of(name),) * len(ingoing),
         )
         rule_of_b = Rule(
             megatron=f"{name}{ADAPTER_SUFFIX}.B",
@@ -147,3 +188,18 @@ def adapter_rules(rules: Sequence[Rule], adapters: Adapters) -> list[Rule]:
         )
         lora += [rule_of_a, rule_of_b]
     return lora
+
+
+def _rules_of_expert_adapters(name: str, rule: Rule) -> list[Rule]:
+    parameter = fused_parameter(name, rule)
+    return [
+        Rule(
+            megatron=f"{name}{ADAPTER_SUFFIX}.A",
+            hugging_face=(expert_adapter(parameter, "A"),),
+        ),
+        Rule(
+            megatron=f"{name}{ADAPTER_SUFFIX}.B",
+            hugging_face=(expert_adapter(parameter, "B"),),
+            order=rule.order,
+        ),
+    ]

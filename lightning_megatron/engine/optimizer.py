@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from lightning_megatron.engine import optimizer_state
@@ -111,11 +112,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         require_number("lr", lr)
         share = context.settings.offload_optimizer
         with MasterPlaceholders() if share else nullcontext():
-            self.inner: Any = get_megatron_optimizer(
+            engine_optimizer = get_megatron_optimizer(
                 engine_config(options, lr, context.settings),
                 chunks,
                 config_overrides=group_overrides(chunks, options),
             )
+        self.inner: Any = _without_empty_parts(engine_optimizer)
         for group in self.inner.param_groups:
             # Torch's schedulers ignore multipliers, so each group's base values include them.
             group["lr"] = lr * group["lr_mult"]
@@ -490,6 +492,19 @@ def _host_state(part: Any, share: float, device: torch.device) -> HostState:
         [[held[master] for master in masters if master in offloaded] for masters in rounds],
         device,
     )
+
+
+def _without_empty_parts(optimizer: Any) -> Any:
+    """Megatron's optimizer without the one of weights outside of experts, if they are frozen on all ranks.
+
+    megatron-core 0.16.1, optimizer/__init__.py:get_megatron_optimizer, makes one all the same, without a torch
+    optimizer. Ranks agree: each has the parameter groups of all.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    trained = [part for part in parts if part.optimizer is not None]
+    if not trained or len(trained) == len(parts):
+        return optimizer
+    return ChainedOptimizer(trained)
 
 
 def _matrix_shards(

@@ -24,7 +24,7 @@ from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.gpt import GPTChunk
-from lightning_megatron.models.lora import add_adapters
+from lightning_megatron.models.lora import add_adapters, without_layer
 from lightning_megatron.models.t5 import t5_chunks
 from lightning_megatron.models.transformer_config import transformer_config
 
@@ -82,13 +82,17 @@ def initialize_weights(
         chunks: This rank's unwrapped model chunks.
         model: Config that they were built from.
         seed: The run's seed.
-        only: Checkpoint keys of the weights to initialize, those missing in the loaded files; None for all.
+        only: Checkpoint keys of the weights to initialize, without layer numbers: those missing in the loaded files;
+            None for all.
     """
     for chunk in chunks:
         state = chunk.sharded_state_dict()  # type: ignore[operator]
         apply_factories(state)
         for shard in nested_values(state):
-            if isinstance(shard, ShardedTensor) and (only is None or shard.key in only):
+            if not isinstance(shard, ShardedTensor):
+                continue
+            # Layers that differ, as those with and without experts, have keys with numbers.
+            if only is None or without_layer(shard.key) in only:
                 _initialize(shard, model, seed)
 
 

@@ -76,15 +76,35 @@ class Adapters:
     """Adapter outputs are scaled by alpha / r."""
     linears: tuple[tuple[str, tuple[bool, ...]], ...]
     """Each adapted linear, by its checkpoint name without the layer number, and which of its fused matrices (queries,
-    keys, values; gate, up) have an adapter; one entry for a linear that fuses none."""
+    keys, values; gate, up) have an adapter; one entry for a linear that fuses none, and for routed experts, whose gate
+    and up have one adapter together."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Linears with another rank, by the same names; their scale is that of the others."""
 
     def __post_init__(self) -> None:
-        """Check the rank.
+        """Check the ranks.
 
         Raises:
-            ConfigError: If it is out of range.
+            ConfigError: If one is out of range.
         """
-        _require_at_most("lora rank", self.rank, _MAX_LORA_RANK)
+        for rank in (self.rank, *dict(self.ranks).values()):
+            _require_at_most("lora rank", rank, _MAX_LORA_RANK)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> Adapters:
+        """Adapters as a checkpoint describes them, where tuples are lists."""
+        linears = tuple((name, tuple(parts)) for name, parts in fields["linears"])
+        ranks = tuple((name, rank) for name, rank in fields.get("ranks", ()))
+        return cls(**{**fields, "linears": linears, "ranks": ranks})
+
+    @property
+    def scale(self) -> float:
+        """Factor of the output of each adapter."""
+        return self.alpha / self.rank
+
+    def rank_of(self, linear: str) -> int:
+        """Rank of the adapters of a linear."""
+        return dict(self.ranks).get(linear, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,12 +393,7 @@ class ModelConfig:
             ConfigError: If a size is not positive, a probability is out of range, or the heads do not fit together.
         """
         if isinstance(self.lora, Mapping):  # from a checkpoint
-            linears = tuple((name, tuple(parts)) for name, parts in self.lora["linears"])
-            object.__setattr__(
-                self,
-                "lora",
-                Adapters(**{**self.lora, "linears": linears}),
-            )
+            object.__setattr__(self, "lora", Adapters.of_fields(self.lora))
         sizes = (
             "num_layers",
             "hidden_size",
@@ -515,6 +530,17 @@ class ModelConfig:
         """Whether a layer (from 0) has experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def layers_with(self, linear: str) -> int:
+        """How many layers have a linear, by its checkpoint name without the layer number."""
+        if self.architecture == "t5" and linear.startswith("decoder."):
+            return self.num_decoder_layers
+        if ".mlp." not in linear:
+            return self.num_layers
+        num_mixtures = sum(self.has_experts(layer) for layer in range(self.num_layers))
+        if ".mlp.experts." in linear or ".mlp.shared_experts." in linear:
+            return num_mixtures
+        return self.num_layers - num_mixtures
+
     def mlp_width(self, layer: int) -> int:
         """Intermediate size of a layer's (from 0) MLP, or of all experts that a token goes through in it."""
         if self.experts is None or not self.has_experts(layer):
@@ -563,7 +589,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data, for checkpoints and error messages."""
-        return asdict(self)
+        fields = asdict(self)
+        if self.lora is not None and not self.lora.ranks:
+            # As in checkpoints from before there were other ranks, with which this is compared.
+            del fields["lora"]["ranks"]
+        return fields
 
 
 def _require_at_most(name: str, value: int, largest: int) -> None:

@@ -10,6 +10,9 @@ Hu et al. 2021 (arXiv 2106.09685): a frozen linear's output ``x W^T`` becomes ``
   B is sharded, ordered, converted and saved exactly like the rows of W. Rows of a matrix without an adapter stay zero.
 - A forward hook adds the adapter's output: bias, fp8, recomputation and CUDA graphs of the linear are not affected.
 - An adapter is a sibling of its linear, not a submodule: a linear's ``sharded_state_dict`` includes all submodules.
+- Each routed expert has adapters of its own: two grouped products for each of the two grouped products of the experts.
+  Gate and up have one adapter together, as in ``peft``, to which they are one parameter. Experts are not split over tp,
+  so neither are A and B: their gradients are summed over the ranks that have the same experts, as those of experts are.
 
 Rejected: a separate B for each fused matrix (three matmuls and a concatenation in Megatron's order of heads for each
 linear), and merging adapters into a copy of W before each step (memory of W, and rounding in bf16).
@@ -39,6 +42,11 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from lightning_megatron.engine.ops.experts import (
+    GroupedExperts,
+    grouped_matmul,
+    mark_as_of_experts,
+)
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.wrap import unwrap
@@ -47,9 +55,40 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.matrices import matrix_of_rows
 
 _LAYER = re.compile(r"(\blayers)\.\d+\.")
+_ROW_BYTES = 16
+"""``grouped_mm`` multiplies matrices whose rows are multiples of this."""
 
 
-class Adapter(torch.nn.Module):
+def without_layer(name: str) -> str:
+    """Name of a module or weight without the number of its layer."""
+    return _LAYER.sub(r"\1.", name)
+
+
+class LowRank(torch.nn.Module):
+    """Base of adapters: what merging them, and computing without them, needs."""
+
+    def __init__(self, scale: float) -> None:
+        """Create it without weights.
+
+        Args:
+            scale: Factor of the output.
+        """
+        super().__init__()
+        self.scale = scale
+        self.is_off = False
+        """Whether the base alone computes, as within ``adapters_off``."""
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """This rank's shard of the frozen weight."""
+        raise NotImplementedError
+
+    def delta(self) -> Tensor:
+        """Weight update that merging adds to ``weight``, in its shape, fp32."""
+        raise NotImplementedError
+
+
+class Adapter(LowRank):
     """The adapters of one linear.
 
     Attributes:
@@ -62,6 +101,7 @@ class Adapter(torch.nn.Module):
         linear: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear,
         name: str,
         parts: tuple[bool, ...],
+        rank: int,
         model: ModelConfig,
     ) -> None:
         """Create uninitialized adapters, and hook them to ``linear``.
@@ -70,12 +110,12 @@ class Adapter(torch.nn.Module):
             linear: The base linear; its output includes the adapters from now on.
             name: Name of the linear, e.g. ``linear_qkv``.
             parts: Which of its fused matrices have an adapter, as in ``Adapters.linears``.
+            rank: Their rank.
             model: The model's config.
         """
-        super().__init__()
         assert model.lora is not None
-        self.rank = model.lora.rank
-        self.scale = model.lora.alpha / model.lora.rank
+        super().__init__(model.lora.scale)
+        self.rank = rank
         self.dropout = model.lora_dropout
         self.base = (linear,)  # in a tuple, so that it is no submodule
         self.is_row = isinstance(linear, RowParallelLinear)
@@ -95,8 +135,6 @@ class Adapter(torch.nn.Module):
         is_split = linear.config.sequence_parallel and linear.tp_group.size() > 1
         for weight in full:
             weight.sequence_parallel = is_split  # type: ignore[attr-defined]
-        self.is_off = False
-        """Whether the base alone computes, as within ``adapters_off``."""
         self.owners: Tensor | None
         self.register_buffer("owners", None, persistent=False)
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
@@ -168,8 +206,14 @@ class Adapter(torch.nn.Module):
         expanded = self.owners[:, :, None] * self.B[:, None, :]
         return expanded.flatten(1)
 
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """Weight of the linear: [out/tp, in], or [out, in/tp] of a row-parallel one."""
+        (linear,) = self.base
+        return linear.weight
+
     def delta(self) -> Tensor:
-        """Weight update that merging adds to this rank's shard of the base: [out/tp, in] or [out, in/tp], fp32."""
+        """See ``LowRank``."""
         product = self._expanded_b().float() @ self.A.float()
         return self.scale * product
 
@@ -197,18 +241,108 @@ class Adapter(torch.nn.Module):
         return state
 
 
+class ExpertAdapter(LowRank):
+    """The adapters of one linear of all experts of a rank, which ``GroupedExperts`` calls.
+
+    Attributes:
+        A: [experts/ep, r, in].
+        B: [experts/ep, out, r]; initially zero.
+    """
+
+    def __init__(
+        self,
+        experts: GroupedExperts,
+        name: str,
+        rank: int,
+        model: ModelConfig,
+    ) -> None:
+        """Create uninitialized adapters.
+
+        Args:
+            experts: The experts.
+            name: Name of their linear, ``linear_fc1`` or ``linear_fc2``.
+            rank: Rank of the adapters.
+            model: The model's config.
+        """
+        assert model.lora is not None
+        super().__init__(model.lora.scale)
+        self.dropout = model.lora_dropout
+        self.base = (experts, name)  # in a tuple, so that it is no submodule
+        count, rows, columns = self.weight.shape
+        self.A = torch.nn.Parameter(self.weight.new_empty(count, rank, columns))
+        self.B = torch.nn.Parameter(self.weight.new_empty(count, rows, rank))
+        for weight in (self.A, self.B):
+            mark_as_of_experts(weight)
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """Weights of the experts' linear, [experts/ep, out, in]."""
+        experts, name = self.base
+        weight: torch.nn.Parameter = experts.get_parameter(name)
+        return weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        output: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
+        """Add the adapters' output to that of the experts' linear.
+
+        Args:
+            tokens: Input of the linear, [n, in], sorted by expert.
+            output: Its output, [n, out].
+            ends: [experts/ep], int32: end of each expert's tokens.
+
+        Returns:
+            Their sum, [n, out].
+        """
+        if self.is_off:
+            return output
+        if self.training and self.dropout > 0.0:
+            # Each tp rank has tokens of its own, and with sequence parallelism, which experts need there, the entire
+            # layer already runs in the RNG fork.
+            tokens = F.dropout(tokens, self.dropout)
+        # A rank that has no such size is filled up with zeros.
+        missing = -self.A.shape[1] % (_ROW_BYTES // self.A.element_size())
+        a: Tensor = self.A
+        b: Tensor = self.B
+        if missing:
+            a = F.pad(a, (0, 0, 0, missing))
+            b = F.pad(b, (0, missing))
+        low = grouped_matmul(tokens, a, ends)
+        return torch.add(output, grouped_matmul(low, b, ends), alpha=self.scale)
+
+    def delta(self) -> Tensor:
+        """See ``LowRank``."""
+        return self.scale * torch.bmm(self.B.float(), self.A.float())
+
+
 def add_adapters(chunk: torch.nn.Module, model: ModelConfig) -> None:
     """Add LoRA adapters to the linears of ``chunk`` and freeze all other weights, if ``model.lora`` is set."""
     if model.lora is None:
         return
     parts_by_linear = dict(model.lora.linears)
-    for path, linear in list(chunk.named_modules()):
-        parts = parts_by_linear.get(_LAYER.sub(r"\1.", path))
-        if parts is not None:
+    for path, module in list(chunk.named_modules()):
+        key = without_layer(path)
+        if isinstance(module, GroupedExperts):
+            _add_to_experts(module, key, model)
+        elif key in parts_by_linear:
             parent, _, name = path.rpartition(".")
-            adapter = Adapter(linear, name, parts, model)
+            rank = model.lora.rank_of(key)
+            adapter = Adapter(module, name, parts_by_linear[key], rank, model)
             chunk.get_submodule(parent).add_module(name + ADAPTER_SUFFIX, adapter)
     freeze_base(chunk)
+
+
+def _add_to_experts(experts: GroupedExperts, key: str, model: ModelConfig) -> None:
+    assert model.lora is not None
+    adapted = dict(model.lora.linears)
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = f"{key}.experts.{name}"
+        if linear in adapted:
+            adapter = ExpertAdapter(experts, name, model.lora.rank_of(linear), model)
+            experts.add_module(name + ADAPTER_SUFFIX, adapter)
 
 
 def freeze_base(chunk: torch.nn.Module) -> None:
@@ -221,7 +355,7 @@ def freeze_base(chunk: torch.nn.Module) -> None:
 def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Within the context, the model computes without its adapters."""
     adapters = [
-        module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, LowRank)
     ]
     for adapter in adapters:
         adapter.is_off = True
@@ -238,20 +372,20 @@ def merged(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     Each rank merges its own shard, without communication. Needs memory for a second copy of the adapted weights.
     """
-    replaced: list[tuple[torch.nn.Module, str, Adapter, Tensor]] = []
+    replaced: list[tuple[torch.nn.Module, str, LowRank, Tensor]] = []
     for chunk in chunks:
         for parent in unwrap(chunk).modules():
             for name, child in parent.named_children():
-                if isinstance(child, Adapter):
-                    replaced.append((parent, name, child, child.base[0].weight.data))
+                if isinstance(child, LowRank):
+                    replaced.append((parent, name, child, child.weight.data))
     with torch.no_grad():
         for parent, name, child, weight in replaced:
             delattr(parent, name)
             updated = weight.float() + child.delta()
-            child.base[0].weight.data = updated.to(weight.dtype)
+            child.weight.data = updated.to(weight.dtype)
     try:
         yield
     finally:
         for parent, name, child, weight in replaced:
             parent.add_module(name, child)
-            child.base[0].weight.data = weight
+            child.weight.data = weight

@@ -16,7 +16,7 @@ from typing import Literal
 
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.parameters import (
-    adapter_parameters,
+    active_adapter_parameters,
     attention_weights,
     head_linears,
     mlp_matrices,
@@ -113,7 +113,7 @@ def model_flops(
     """FLOPs of training (forward and backward pass) for one row, over all ranks; arguments as for ``forward_flops``.
 
     For each matrix product of the forward pass the backward pass has two, for the gradients of input and weight; the
-    frozen weights of a model with LoRA have no weight gradient.
+    frozen weights of a model with LoRA have no weight gradient. Of adapters of experts, the active ones are counted.
     """
     flops = 3 * forward_flops(model, lengths, padded_vocab_size, attention)
     if model.lora is None:
@@ -126,7 +126,7 @@ def model_flops(
     if model.trains_head_with_lora:
         # The last linear; a pooler before it is frozen.
         frozen -= 2.0 * math.prod(head_linears(model, padded_vocab_size, lengths[-1])[-1])
-    return flops - frozen + 6.0 * adapter_parameters(model) * lengths[-1]
+    return flops - frozen + 6.0 * active_adapter_parameters(model) * lengths[-1]
 
 
 def _keys_per_query(

@@ -61,8 +61,9 @@ def _stage_memory(run: PlannedRun, pp_rank: int) -> Memory:
     optimizer += _staging_bytes(run, pp_rank)
     if run.ema:
         optimizer += 4.0 * run.optimizer_parameters(pp_rank)
+    weights = sum(run.parameters(pp_rank).values()) + sum(run.adapters.values())
     return Memory(
-        weights=run.bytes_per_element * sum(run.parameters(pp_rank).values()),
+        weights=run.bytes_per_element * weights,
         gradients=4.0 * sum(run.trained(pp_rank).values()),
         optimizer=optimizer,
         activations=_activation_bytes(run, pp_rank),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import t5_layout
+
+_ROUTED = ".mlp.experts."
+"""Part of the names of linears of routed experts."""
 
 
 def total_parameters(model: ModelConfig) -> int:
@@ -62,25 +66,52 @@ def rank_parameters(
 
 def adapter_parameters(model: ModelConfig) -> int:
     """Number of parameters of all LoRA adapters; 0 without LoRA."""
+    return sum(_parameters_by_linear(model).values())
+
+
+def expert_adapter_parameters(model: ModelConfig) -> int:
+    """Number of parameters of the adapters of all routed experts."""
+    counts = _parameters_by_linear(model)
+    return sum(count for name, count in counts.items() if _ROUTED in name)
+
+
+def active_adapter_parameters(model: ModelConfig) -> int:
+    """Number of parameters of the adapters that a token goes through: those of ``topk`` experts of each layer."""
+    count = adapter_parameters(model)
+    if model.experts is None:
+        return count
+    experts = expert_adapter_parameters(model)
+    return count - experts + experts * model.experts.topk // model.experts.num_experts
+
+
+def _parameters_by_linear(model: ModelConfig) -> dict[str, int]:
+    """Number of parameters of the adapters of each linear in all layers, by its name in ``Adapters.linears``."""
     if model.lora is None:
-        return 0
-    sizes = layer_linears(model)
-    count = 0
+        return {}
+    counts = {}
     for name, parts in model.lora.linears:
-        in_size, out_sizes = sizes[name.rpartition(".")[2]]
+        in_size, out_sizes = _sizes_of(model, name)
         if len(parts) == 1:
             out_sizes = (sum(out_sizes),)
-        is_decoder = model.architecture == "t5" and name.startswith("decoder.")
-        layers = model.num_layers
-        if is_decoder:
-            layers = model.num_decoder_layers
-        elif model.experts is not None and ".mlp." in name:
-            # Experts have no adapters.
-            layers = len(model.experts.dense_layers)
-        for out_size, is_adapted in zip(out_sizes, parts, strict=True):
-            if is_adapted:
-                count += layers * model.lora.rank * (in_size + out_size)
-    return count
+        size = sum(
+            in_size + out for out, is_adapted in zip(out_sizes, parts, strict=True) if is_adapted
+        )
+        counts[name] = model.layers_with(name) * model.lora.rank_of(name) * size
+        if model.experts is not None and _ROUTED in name:
+            counts[name] *= model.experts.num_experts
+    return counts
+
+
+def _sizes_of(model: ModelConfig, name: str) -> tuple[int, tuple[int, ...]]:
+    """Input size of a linear, and output sizes of the matrices fused in it; of one routed expert."""
+    linear = name.rpartition(".")[2]
+    width = model.ffn_hidden_size
+    if model.experts is not None:
+        if _ROUTED in name:
+            width = model.experts.ffn_hidden_size
+        elif ".shared_experts." in name:
+            width = model.experts.shared_ffn_hidden_size
+    return layer_linears(replace(model, ffn_hidden_size=width))[linear]
 
 
 def trained_with_lora(model: ModelConfig) -> int:

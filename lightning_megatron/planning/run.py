@@ -15,6 +15,7 @@ from lightning_megatron.planning.devices import Device, peak_flops_per_s
 from lightning_megatron.planning.matrices import layer_matrices
 from lightning_megatron.planning.parameters import (
     chunk_layout,
+    expert_adapter_parameters,
     expert_parameters,
     rank_parameters,
     trained_with_lora,
@@ -114,11 +115,24 @@ class PlannedRun:
 
     def trained(self, pp_rank: int) -> dict[int, float]:
         """``parameters`` with gradients; LoRA adapters are assumed to be spread evenly."""
-        parallel = self.parallel
-        adapters = trained_with_lora(self.model) / (parallel.tp * parallel.pp)
-        if adapters:
-            return {self.dp * parallel.cp: adapters}
+        if self.model.lora is not None:
+            return self.adapters
         return {**self.parameters(pp_rank)}
+
+    @property
+    def adapters(self) -> dict[int, float]:
+        """What LoRA trains on one rank of each stage, by the size of the group that replicates it; empty without."""
+        if self.model.lora is None:
+            return {}
+        parallel = self.parallel
+        replicas = self.dp * parallel.cp
+        experts = expert_adapter_parameters(self.model)
+        others = trained_with_lora(self.model) - experts
+        counts = {replicas: others / (parallel.tp * parallel.pp)}
+        expert_replicas = replicas * parallel.tp // parallel.ep
+        counts.setdefault(expert_replicas, 0.0)
+        counts[expert_replicas] += experts / (parallel.ep * parallel.pp)
+        return counts
 
     def optimizer_parameters(self, pp_rank: int) -> float:
         """Number of parameters whose optimizer state one rank of a stage holds."""

@@ -12,7 +12,9 @@ from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
 from lightning_megatron.planning.parameters import (
     active_parameters,
+    adapter_parameters,
     chunk_layout,
+    expert_adapter_parameters,
     expert_parameters,
     rank_parameters,
     total_parameters,
@@ -66,9 +68,10 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     Raises:
         ConfigError: If they do not.
     """
-    count = total_parameters(model)
+    count = total_parameters(model) + adapter_parameters(model)
     parallel = settings.parallel
     experts = sum(expert_parameters(model, layer) for layer in range(model.num_layers))
+    experts += expert_adapter_parameters(model)
     per_rank = (count - experts) // (parallel.tp * parallel.pp)
     per_rank += experts // (parallel.ep * parallel.pp)
     needed = per_rank * ranks * settings.params_dtype.itemsize

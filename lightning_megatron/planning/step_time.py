@@ -24,6 +24,7 @@ from lightning_megatron.planning.devices import RANKS_PER_HOST, Device, peak_flo
 from lightning_megatron.planning.flops import head_flops, layer_flops
 from lightning_megatron.planning.matrices import layer_matrices
 from lightning_megatron.planning.memory import host_bytes
+from lightning_megatron.planning.parameters import active_adapter_parameters
 from lightning_megatron.planning.run import Breakdown, PlannedRun
 
 _PRODUCTS_SHARE = 0.692
@@ -216,6 +217,7 @@ def _flops_of_a_row(
     if pp_rank == run.parallel.pp - 1:
         vocab_size = model.padded_vocab_size(run.parallel.tp)
         products += passes * head_flops(model, run.lengths, vocab_size)
+    products += 6.0 * active_adapter_parameters(model) * run.lengths[-1] / run.parallel.pp
     return products, scores
 
 

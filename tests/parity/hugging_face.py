@@ -63,6 +63,15 @@ def train_hugging_face(
     model = hugging_face_model(case, initial_weights)
     if prepare is not None:
         prepare(model)
+    return train_transformers(case, model, initial_weights)
+
+
+def train_transformers(
+    case: Case,
+    model: Any,
+    initial_weights: Tensors,
+) -> Outcome:
+    """Train ``model`` on the rows of ``case``, with torch's optimizer; ``initial_weights`` are for the outcome."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch_optimizer(model, case)
     rows = Sentences(case.steps * case.global_batch_size, case.labels)

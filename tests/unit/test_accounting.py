@@ -18,12 +18,14 @@ from lightning_megatron.planning.flops import (
     layer_flops,
     model_flops,
 )
+from lightning_megatron.planning.memory import memory
 from lightning_megatron.planning.parameters import (
     active_parameters,
     adapter_parameters,
     rank_parameters,
     total_parameters,
 )
+from lightning_megatron.planning.run import PlannedRun
 
 _LIKE_LLAMA: dict[str, Any] = {
     "hidden_size": 24,
@@ -153,14 +155,43 @@ def test_rank_parameters_of_stages_and_experts() -> None:
     assert total - rank == 4 * 3 * (3 * 24 * 40)
 
 
-def test_adapters_of_latent_attention_and_of_the_dense_layer_are_counted() -> None:
+def test_adapters_of_latent_attention_dense_and_shared_mlps_are_counted() -> None:
     model = _build_both("DeepseekV3ForCausalLM", _DEEPSEEK)[0]
     h, ffn, heads, qk, value = 24, 40, 4, 6 + 4, 5
     attention = (h + 14) + (14 + heads * qk) + (h + 10 + 4) + (10 + heads * (6 + value))
     attention += heads * value + h
     dense = 2 * (h + ffn) + ffn + h
+    shared = 3 * (h + 12)
     adapted = with_adapters(model, LoRA(rank=3))
-    assert adapter_parameters(adapted) == 3 * (4 * attention + dense)
+    assert adapter_parameters(adapted) == 3 * (4 * attention + dense + 3 * shared)
+
+
+def test_adapters_of_routed_experts_are_counted_on_their_ranks_and_in_flops() -> None:
+    model = _build_both("Qwen2MoeForCausalLM", MIXTURES["Qwen2Moe"])[0]
+    targets = ("experts.gate_up_proj", "experts.down_proj")
+    q_proj = LoRA(rank=3, targets=("q_proj",))
+    attention = with_adapters(model, q_proj)
+    adapted = with_adapters(
+        model,
+        replace(q_proj, target_parameters=targets, ranks={"gate_up_proj": 5}),
+    )
+    # Three layers of six experts, of which a token goes through three; gate and up have one adapter.
+    of_one = 5 * (24 + 2 * 12) + 3 * (12 + 24)
+    assert adapter_parameters(attention) == 4 * 3 * (24 + 24)
+    assert adapter_parameters(adapted) - adapter_parameters(attention) == 3 * 6 * of_one
+    flops = model_flops(adapted, (8,), 83) - model_flops(attention, (8,), 83)
+    assert flops == 6 * 8 * 3 * 3 * of_one
+    layout = ParallelConfig(tp=2, ep=2, sequence_parallel=True)
+    one, other = (
+        PlannedRun(model=each, lengths=(8,), world_size=4, parallel=layout)
+        for each in (adapted, attention)
+    )
+    assert one.trained(0) == {2: 4 * 3 * 48 / 2 + 3 * 6 * of_one / 2}
+    more = 3 * 6 * of_one / 2
+    # Weights in bf16, gradients in fp32, and masters and moments, which the two ranks with the same experts share.
+    for use, num_bytes in (("weights", 2.0), ("gradients", 4.0), ("optimizer", 12.0 / 2)):
+        difference = getattr(memory(one), use) - getattr(memory(other), use)
+        assert difference == pytest.approx(num_bytes * more)
 
 
 def test_flops_of_small_models_equal_hand_calculation() -> None:

@@ -37,6 +37,9 @@ class GroupedExperts(MegatronModule):
     Parameters ``linear_fc1`` [experts/ep, (2 *) ffn, h] and ``linear_fc2`` [experts/ep, h, ffn], and biases; their
     gradients are reduced over Megatron's expert-data-parallel group, which includes tensor-parallel ranks. Checkpoints
     have separate tensors per expert, with the names of Megatron's ``SequentialMLP``, so that they load at any ep.
+
+    A submodule ``linear_fc1_lora`` or ``linear_fc2_lora``, if there is one, adds to the output of that linear
+    (models/lora.py): it is called with the linear's input and output, and with the ends of each expert's tokens.
     """
 
     def __init__(
@@ -85,11 +88,7 @@ class GroupedExperts(MegatronModule):
         weight = torch.nn.Parameter(
             torch.empty(*shape, dtype=self.config.params_dtype, device=device)
         )
-        # Also at ep=1, so that the optimizer's parameter groups are the same at any ep.
-        weight.allreduce = False  # type: ignore[attr-defined]
-        # For the gradient norm: megatron-core 0.16.1, optimizer/optimizer.py, counts parameters that are not tensor
-        # parallel on the first tp rank only, and would miss the experts (or optimizer shards) of the others.
-        set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        mark_as_of_experts(weight)
         return weight
 
     def forward(
@@ -108,7 +107,7 @@ class GroupedExperts(MegatronModule):
         Returns:
             Outputs, [n, h], and no bias.
         """
-        rows = _grouped_matmul(tokens, self.linear_fc1, ends)
+        rows = self._product("linear_fc1", tokens, ends)
         if self.linear_fc1_bias is not None:
             rows = _add_bias(rows, self.linear_fc1_bias.bias, ends)
         activated = RecomputedOutput()
@@ -117,13 +116,21 @@ class GroupedExperts(MegatronModule):
             rows,
             probs,
         )
-        output = _grouped_matmul(hidden, self.linear_fc2, ends)
+        output = self._product("linear_fc2", hidden, ends)
         if self.linear_fc2_bias is not None:
             # The rows of ``hidden`` have their factors already.
             output = _add_bias(output, self.linear_fc2_bias.bias, ends, probs)
         if recomputes_cheap_outputs(self.config):
             activated.discard_output_and_register_recompute(output)
         return output, None
+
+    def _product(self, linear: str, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Output of one linear for each token, with what its adapters add: [n, rows of a matrix]."""
+        output = grouped_matmul(tokens, getattr(self, linear), ends)
+        adapters = getattr(self, f"{linear}_lora", None)
+        if adapters is not None:
+            output = adapters(tokens, output, ends)
+        return output
 
     def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
         if self.activation is not None:
@@ -149,10 +156,7 @@ class GroupedExperts(MegatronModule):
         replica = (0, 0, self._dp.rank())
         state = {}
         for name, weight in self.named_parameters():
-            key = f"{prefix}experts.{name}.weight"
-            if name.endswith("_bias.bias"):
-                linear = name.removesuffix("_bias.bias")
-                key = f"{prefix}experts.{linear}.bias"
+            key = f"{prefix}experts.{_name_in_checkpoints(name)}"
             state[prefix + name] = ShardedTensorFactory(key, weight, build, torch.stack, replica)
         return state
 
@@ -182,6 +186,28 @@ class GroupedExperts(MegatronModule):
             )
             for index, expert in enumerate(weight)
         ]
+
+
+def _name_in_checkpoints(parameter: str) -> str:
+    """Name of a parameter of ``GroupedExperts`` in checkpoints, where each expert is a module."""
+    linear, _, kind = parameter.partition(".")
+    if not kind:
+        return f"{linear}.weight"
+    if kind == "bias":
+        return f"{linear.removesuffix('_bias')}.bias"
+    return parameter  # of adapters
+
+
+def mark_as_of_experts(weight: torch.nn.Parameter) -> None:
+    """Mark a parameter that holds a matrix for each expert of this rank, [experts/ep, ...], for Megatron.
+
+    Its gradient is then reduced over the expert-data-parallel group: the tokens of an expert are on its own rank alone.
+    """
+    # Also at ep=1, so that the optimizer's parameter groups are the same at any ep.
+    weight.allreduce = False  # type: ignore[attr-defined]
+    # For the gradient norm: megatron-core 0.16.1, optimizer/optimizer.py, counts parameters that are not tensor
+    # parallel on the first tp rank only, and would miss the experts (or optimizer shards) of the others.
+    set_tensor_model_parallel_attributes(weight, True, 0, 1)
 
 
 def clamped_swiglu(
@@ -291,8 +317,14 @@ class _GroupedMatmul(torch.autograd.Function):
         return d_tokens, d_weights, None
 
 
-def _grouped_matmul(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Product of each token and the transposed matrix of its expert, [n, rows of a matrix]."""
+def grouped_matmul(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Product of each token and the transposed matrix of its expert, [n, rows of a matrix].
+
+    Args:
+        tokens: [n, columns of a matrix], sorted by expert.
+        weights: [experts/ep, rows, columns]; rows are multiples of 16 bytes, as ``grouped_mm`` wants them.
+        ends: [experts/ep], int32: end of each expert's tokens.
+    """
     if len(tokens) == 0:
         # None of this rank's experts was selected; their gradient is 0 all the same.
         return tokens @ weights[0].t()

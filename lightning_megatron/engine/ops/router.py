@@ -233,7 +233,10 @@ class LoadBalance:
             router.load = tokens.new_zeros(self._shape[1])
 
     def end(self, device: torch.device) -> LoadReport:
-        """End the step: all-reduce the loads and update the expert biases; collective over the world."""
+        """End the step: all-reduce the loads and update the expert biases; collective over the world.
+
+        A router that is frozen, as with LoRA, keeps its biases: files of adapters do not have them.
+        """
         loads = torch.zeros(self._shape, device=device)
         for router in self._routers:
             loads[router.layer_number - 1] = router.load
@@ -241,7 +244,7 @@ class LoadBalance:
         dist.all_reduce(loads)
         counts = loads[:, 1:]
         for router in self._routers:
-            if router.expert_bias is not None:
+            if router.expert_bias is not None and router.weight.requires_grad:
                 # Megatron's own update adds 0: its counts, in bf16 for a bf16 model, are not set by this router.
                 load = counts[router.layer_number - 1]
                 router.expert_bias += self._bias_rate * (load.mean() - load).sign()

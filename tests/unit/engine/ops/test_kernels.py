@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from lightning_megatron.engine.ops.experts import _grouped_matmul
+from lightning_megatron.engine.ops.experts import grouped_matmul
 from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
 from lightning_megatron.engine.ops.token_dispatch import Dispatcher
@@ -47,7 +47,7 @@ def test_expert_rows_are_recomputed_if_norms_are() -> None:
         )
         rows, ends, factors = dispatcher.dispatch_postprocess(*dispatched)
         outputs = dispatcher.combine_preprocess(
-            _grouped_matmul(rows, inputs[2], ends) * factors[:, None]
+            grouped_matmul(rows, inputs[2], ends) * factors[:, None]
         )
         outputs = dispatcher.combine_postprocess(dispatcher.token_combine(outputs))
         saved_bytes.append(rows.untyped_storage().nbytes())
