@@ -357,6 +357,11 @@ def _check_legacy_model(model: ModelConfig, layout: ParallelConfig) -> None:
             "to=megatron-legacy: expected keys and values with projections of their own, got latent attention "
             f"({model.family}), which that format does not know; use to=megatron or to=hf"
         )
+    if model.linear_attention is not None or model.attention_output_gate:
+        raise ConfigError(
+            "to=megatron-legacy: expected attention without gates in every layer, got linear attention or gates "
+            f"({model.family}), which that format does not know; use to=megatron or to=hf"
+        )
     if model.architecture == "gpt" and not model.has_output_layer:
         raise ConfigError(
             f"to=megatron-legacy: expected a language model, as Megatron-LM's GPTs have no other heads, got one for "

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_megatron.convert.rules import EXPERT, LAYER, POSITIONS, Rule, qkv_order
-from lightning_megatron.models.config import Experts, LatentAttention, ModelConfig
+from lightning_megatron.convert.rules import (
+    EXPERT,
+    LAYER,
+    POSITIONS,
+    Rule,
+    grouped_order,
+    qkv_order,
+)
+from lightning_megatron.models.config import Experts, LatentAttention, LinearAttention, ModelConfig
 
 _EXPERTS = "decoder.layers.mlp.experts.experts"
 """Megatron's module of all experts of a layer."""
@@ -32,6 +39,8 @@ class DecoderNames:
 
     base: str = "model."
     """Prefix of the headless model's names in files of a model with a head."""
+    nested_base: str = ""
+    """Prefix in place of ``base`` in files of a larger model, e.g. of images and texts; empty if there are none."""
     embedding: str = "embed_tokens"
     positions: str = "position_embeddings"
     """Learned position embeddings; in most families only variants (models/config.py) have them."""
@@ -48,6 +57,10 @@ class DecoderNames:
     k_norm: str = "self_attn.k_norm"
     proj: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
+    linear_attention: str = "linear_attn"
+    """Module of linear attention."""
+    in_proj: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    """Its projections. Two (queries, keys, values and gates; rates and decays) are grouped by key head, four are not."""
     post_attention_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -182,6 +195,8 @@ def stack_rules(
         kind = "rotated_" if model.qk_layernorm_after_rotary else ""
         rules += norm(f"{attention}{kind}q_layernorm.", hf + names.q_norm, model)
         rules += norm(f"{attention}{kind}k_layernorm.", hf + names.k_norm, model)
+    if model.linear_attention is not None:
+        rules += _linear_attention_rules(names, model, model.linear_attention)
     if model.activation == "xielu":
         rules += _xielu_rules(f"{mlp}activation_func", hf + names.activation)
     if model.attention_sinks:
@@ -220,11 +235,16 @@ def _projections(names: DecoderNames, model: ModelConfig, stack: str) -> list[Ru
     hf = names.base + names.layer
     if model.latent_attention is not None:
         return _latent_projections(model, model.latent_attention, hf + "self_attn.")
-    queries = model.num_attention_heads * model.kv_channels
+    queries = model.query_rows
     keys = model.num_query_groups * model.kv_channels
     order = None
     if not names.is_megatron_order:
-        order = qkv_order(model.num_attention_heads, model.num_query_groups, model.kv_channels)
+        order = qkv_order(
+            model.num_attention_heads,
+            model.num_query_groups,
+            model.kv_channels,
+            has_gates=model.attention_output_gate,
+        )
     return linear(
         f"{stack}.layers.self_attention.linear_qkv",
         tuple(hf + part for part in names.qkv),
@@ -256,6 +276,45 @@ def _latent_projections(
         *linear(attention + "linear_kv_down_proj", (down,), latent.add_bias),
         *norm(attention + "linear_kv_up_proj.layer_norm_", hf + "kv_a_layernorm", model),
         *linear(attention + "linear_kv_up_proj", (hf + "kv_b_proj",)),
+    ]
+
+
+def _linear_attention_rules(
+    names: DecoderNames,
+    model: ModelConfig,
+    linear_attention: LinearAttention,
+) -> list[Rule]:
+    """Rules of layers with linear attention; rows of their projection and convolution are ordered by key head."""
+    hf = names.base + names.layer
+    module = f"{hf}{names.linear_attention}."
+    attention = "decoder.layers.self_attention."
+    groups = linear_attention.num_key_heads
+    key, _, value, gate, rate, decay = linear_attention.sizes
+    rows: tuple[int, ...] = (2 * key + value, gate, rate, decay)
+    parts: tuple[int, ...] = linear_attention.sizes
+    if len(names.in_proj) == 2:
+        rows = parts = (2 * key + value + gate, rate + decay)
+    convolution = Rule(
+        megatron=attention + "conv1d.weight",
+        hugging_face=(f"{module}conv1d.weight",),
+        order=grouped_order((key, key, value), groups),
+    )
+    vectors = [
+        Rule(megatron=attention + name, hugging_face=(module + name,))
+        for name in ("A_log", "dt_bias")
+    ]
+    return [
+        *norm(attention + "in_proj.layer_norm_", hf + names.input_norm, model),
+        *linear(
+            attention + "in_proj",
+            tuple(module + name for name in names.in_proj),
+            rows=rows,
+            order=grouped_order(parts, groups),
+        ),
+        convolution,
+        *vectors,
+        *norm(attention + "out_norm.", module + "norm", model),
+        *linear(attention + "out_proj", (f"{module}out_proj",)),
     ]
 
 

@@ -110,18 +110,38 @@ def head_dim(hf: Any) -> int:
     return int(hf.hidden_size // hf.num_attention_heads)
 
 
+def layers_of_kind(hf: Any, kind: str, others: tuple[str, ...]) -> tuple[int, ...]:
+    """Layers (from 0) whose entry of ``layer_types`` is ``kind``.
+
+    Args:
+        hf: A Hugging Face config object.
+        kind: A type of layers.
+        others: Types of the other layers.
+
+    Raises:
+        ConfigError: If a layer type is unknown, or there is not one for each layer.
+    """
+    kinds = (*others, kind)
+    unknown = sorted(set(hf.layer_types) - set(kinds))
+    if unknown:
+        raise ConfigError(
+            f"layer_types has {unknown[0]!r}, which is not supported; use {' or '.join(map(repr, kinds))}"
+        )
+    if len(hf.layer_types) != hf.num_hidden_layers:
+        raise ConfigError(
+            f"layer_types: expected a type for each of {hf.num_hidden_layers} layers, got {len(hf.layer_types)}; "
+            "correct the model's config"
+        )
+    return tuple(layer for layer, of_layer in enumerate(hf.layer_types) if of_layer == kind)
+
+
 def window_fields(hf: Any) -> dict[str, Any]:
     """Sliding window and its layers from ``layer_types``, as fields of a ``ModelConfig``.
 
     Raises:
         ConfigError: If a layer type is unknown, or the size of the window is not set.
     """
-    unknown = sorted(set(hf.layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ConfigError(
-            f"layer_types has {unknown[0]!r}, which is not supported; use 'full_attention' or 'sliding_attention'"
-        )
-    windowed = tuple(i for i, kind in enumerate(hf.layer_types) if kind == "sliding_attention")
+    windowed = layers_of_kind(hf, "sliding_attention", ("full_attention",))
     if windowed and not hf.sliding_window:  # Qwen 2 MoE sets 0 if it is not used
         raise ConfigError(
             "layer_types has 'sliding_attention', but use_sliding_window is not True and sliding_window is not set; "

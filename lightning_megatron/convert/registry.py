@@ -41,11 +41,21 @@ _COMMON_KEYS = {
 }
 """Keys allowed in any ``config.json`` although not in the class (transformers moved some to the generation config)."""
 _LEGACY_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+_QWEN3_5_KEYS = {
+    "attn_output_gate",
+    "full_attention_interval",
+    "mamba_ssm_dtype",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+}
 _LEGACY_KEYS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_local_base_freq", "sliding_window_pattern"},
     # In published files; only head_dim is read by the model.
     "qwen3_moe": {"head_dim", "max_window_layers"},
+    "qwen3_next": {"full_attention_interval"},
+    "qwen3_5_text": _QWEN3_5_KEYS,
+    "qwen3_5_moe_text": _QWEN3_5_KEYS,
     "dots1": {"head_dim"},
     "glm4_moe": {"head_dim"},
     "deepseek_v3": {
@@ -84,6 +94,8 @@ REFUSED_TYPES: dict[str, str] = {
     "codegen": _BIASED_HEAD,
     "phi": _BIASED_HEAD,
     "gemma3": "it reads images, too; use its text_config, of model_type='gemma3_text'",
+    "qwen3_5": "it reads images, too; use its text_config, of model_type='qwen3_5_text'",
+    "qwen3_5_moe": "it reads images, too; use its text_config, of model_type='qwen3_5_moe_text'",
     "mistral3": "it reads images, too; use its text_config, of model_type='ministral3' or 'mistral'",
     "olmo": "its norms have no weights; use model_type='olmo2'",
     "deepseek_v2": "its router selects groups by their largest softmax score, and not as 'deepseek_v3' does",

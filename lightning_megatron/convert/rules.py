@@ -85,18 +85,29 @@ class Rule:
         return tensors
 
 
-def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int) -> torch.Tensor:
+def qkv_order(
+    num_attention_heads: int,
+    num_query_groups: int,
+    kv_channels: int,
+    *,
+    has_gates: bool = False,
+) -> torch.Tensor:
     """Row permutation from [all queries, all keys, all values] to Megatron's fused QKV, grouped by query group.
 
     In Megatron's order each group has its queries, then its key, then its value. Cross-attention, which has no queries
-    here (0 heads), has each head's key, then its value.
+    here (0 heads), has each head's key, then its value. With gates Hugging Face has each head's gate after its query,
+    and Megatron a group's gates after its queries.
 
     Returns:
-        [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``.
+        [(heads + 2 * groups) * kv_channels], int64, for ``Rule.order``; with gates 2 * heads.
     """
     per_group = num_attention_heads // num_query_groups
     queries = torch.arange(num_attention_heads).view(num_query_groups, per_group)
-    keys = num_attention_heads + torch.arange(num_query_groups)[:, None]
+    num_rows = num_attention_heads
+    if has_gates:
+        queries = torch.cat([2 * queries, 2 * queries + 1], dim=1)
+        num_rows *= 2
+    keys = num_rows + torch.arange(num_query_groups)[:, None]
     values = keys + num_query_groups
     heads = torch.cat(
         [queries, keys, values],
@@ -105,7 +116,22 @@ def qkv_order(num_attention_heads: int, num_query_groups: int, kv_channels: int)
     return (heads[:, None] * kv_channels + torch.arange(kv_channels)).flatten()
 
 
-_LINEAR = re.compile(r"\w+\.layers\.\w+(\.shared_experts)?\.linear_\w+")
+def grouped_order(rows: Sequence[int], num_groups: int) -> torch.Tensor:
+    """Row permutation from matrices one after the other to the first group's rows of each, the second's, and so on.
+
+    Args:
+        rows: Rows of each matrix, multiples of ``num_groups``.
+        num_groups: Groups of consecutive rows in each.
+
+    Returns:
+        [sum of rows], int64, for ``Rule.order``.
+    """
+    matrices = torch.arange(sum(rows)).split(tuple(rows))
+    groups = [matrix.view(num_groups, -1) for matrix in matrices]
+    return torch.cat(groups, dim=1).flatten()
+
+
+_LINEAR = re.compile(r"\w+\.layers\.\w+(\.shared_experts)?\.(linear_\w+|in_proj|out_proj)")
 _EXPERTS = re.compile(r"\w+\.layers\.mlp\.experts\.experts\.(?P<linear>linear_\w+)")
 FUSED_EXPERTS = {"linear_fc1": "mlp.experts.gate_up_proj", "linear_fc2": "mlp.experts.down_proj"}
 """Parameters of a layer of transformers 5 that hold a linear of all experts, where files on the hub hold each expert's,

@@ -19,6 +19,7 @@ from lightning_megatron.generate.cuda_graphs import Work
 from lightning_megatron.generate.layout import ModelInputs
 from lightning_megatron.generate.scores import ScoredPositions
 from lightning_megatron.models.bert import BertChunk
+from lightning_megatron.models.gated_delta_net import GatedDeltaNet
 from lightning_megatron.models.gpt import Chunk, GPTChunk
 
 
@@ -41,11 +42,13 @@ class CachedChunk:
             source: Number of tokens that an encoder reads.
         """
         self.model = model
-        self.layers: list[SDPAttention] = []
+        self.layers: list[SDPAttention | GatedDeltaNet] = []
         if slots > 0:
             # Not the layers of an encoder, which runs once.
             modules = model.decoder.modules()
-            self.layers = [module for module in modules if isinstance(module, SDPAttention)]
+            self.layers = [
+                module for module in modules if isinstance(module, SDPAttention | GatedDeltaNet)
+            ]
         self.caches: list[list[KeyValueCache]] = []
         """One cache per layer for each group."""
         for _ in range(num_groups):

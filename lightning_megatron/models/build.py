@@ -23,13 +23,16 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.bert import BertChunk
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.gated_delta_net import DECAYS, STEPS
 from lightning_megatron.models.gpt import GPTChunk
 from lightning_megatron.models.lora import add_adapters, without_layer
 from lightning_megatron.models.t5 import t5_chunks
 from lightning_megatron.models.transformer_config import transformer_config
 
 _VOCAB_WEIGHTS = ("word_embeddings.weight", "output_layer.weight")
-_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "self_attention.out_proj.weight")
+_DECAY_RATES = (0.01, 16.0)
+"""Range of the initial decay rates of linear attention; the lower end is above 0, whose logarithm is infinite."""
 
 
 def build_chunks(model: ModelConfig, settings: EngineSettings) -> torch.nn.ModuleList:
@@ -76,6 +79,7 @@ def initialize_weights(
 ) -> None:
     """Initialize matrices and sinks from a normal distribution, biases with zeros; norms keep their ones.
 
+    Of linear attention, biases of decays are 1 and their rates uniform, as in Mamba 2 and transformers.
     LoRA's A is uniform in +-1 / sqrt(in), as in ``torch.nn.Linear`` and ``peft``, and B is zero.
 
     Args:
@@ -99,7 +103,11 @@ def initialize_weights(
 def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     layer_axes = shard.prepend_axis_num
     global_shape = list(shard.global_shape)[layer_axes:]
-    if len(global_shape) < 2 and not shard.key.endswith(SINKS):
+    is_vector = len(global_shape) < 2
+    if shard.key.endswith(STEPS):
+        shard.data.fill_(1.0)
+        return
+    if is_vector and not shard.key.endswith((SINKS, DECAYS)):
         if shard.key.endswith("bias"):
             shard.data.zero_()
         elif model.architecture == "t5":
@@ -119,6 +127,8 @@ def _initialize(shard: ShardedTensor, model: ModelConfig, seed: int) -> None:
     if is_adapter(shard.key):
         bound = global_shape[1] ** -0.5 if shard.key.endswith(".A") else 0.0
         full.uniform_(-bound, bound, generator=generator)
+    elif shard.key.endswith(DECAYS):
+        full.uniform_(*_DECAY_RATES, generator=generator).log_()
     else:
         full.normal_(0.0, std, generator=generator)
         if model.architecture == "t5":

@@ -163,6 +163,11 @@ def check_fp8(
             f"fp8: expected queries, keys and values with projections of their own, got latent attention "
             f"({model.family}), whose latents are computed in bf16; leave fp8 out"
         )
+    if model.linear_attention is not None:
+        raise ConfigError(
+            f"fp8: expected attention in every layer, got linear attention ({model.family}), which is computed in bf16; "
+            "leave fp8 out"
+        )
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")
         raise ConfigError(

@@ -235,6 +235,80 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """Gated delta net: layers whose attention is a recurrence over tokens with a state of fixed size.
+
+    Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464). The names are Megatron-Core's, without ``linear_``.
+    """
+
+    layers: tuple[int, ...]
+    """Layers (from 0) that have it; the others have softmax attention."""
+    num_key_heads: int
+    """Heads of queries and keys."""
+    num_value_heads: int
+    """Heads of values; consecutive ones share a head of queries and keys."""
+    key_head_dim: int
+    """Dimensions of a head's queries and keys."""
+    value_head_dim: int
+    """Dimensions of a head's values."""
+    conv_kernel_dim: int
+    """Tokens, itself included, that the causal convolution of queries, keys and values sees."""
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ConfigError: If one is not positive, or value heads cannot share key heads evenly.
+        """
+        for name in (
+            "num_key_heads",
+            "num_value_heads",
+            "key_head_dim",
+            "value_head_dim",
+            "conv_kernel_dim",
+        ):
+            require_number(f"linear_{name}", getattr(self, name), at_least=1, at_most=_LARGEST_SIZE)
+        require_divides(
+            "linear_num_key_heads",
+            self.num_key_heads,
+            "linear_num_value_heads",
+            self.num_value_heads,
+        )
+        _require_at_most("rows of linear attention", sum(self.sizes), _MAX_PROJECTION_ROWS)
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_size(self) -> int:
+        """Dimensions of the keys of all heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Dimensions of the values of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the six matrices that are one projection: queries, keys, values, output gates, betas and decays."""
+        heads = self.num_value_heads
+        return (self.key_size, self.key_size, self.value_size, self.value_size, heads, heads)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state in a layer: a matrix for each value head."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture and hyperparameters of a GPT, BERT or T5 model, the same for every parallel layout."""
 
@@ -327,6 +401,10 @@ class ModelConfig:
     """Multiplier of attention scores; None for 1 / sqrt(kv_channels)."""
     latent_attention: LatentAttention | None = None
     """GPT: keys and values from latent vectors; None for projections of their own."""
+    linear_attention: LinearAttention | None = None
+    """GPT: gated delta nets in some layers in place of attention (Qwen3-Next); None for none."""
+    attention_output_gate: bool = False
+    """Whether the output of each head's attention is multiplied by the sigmoid of a gate (Qwen3-Next)."""
     attention_sinks: bool = False
     """GPT: whether each head has a learned score, of no key, in the denominator of its softmax (gpt-oss)."""
     attention_softcap: float | None = None
@@ -408,6 +486,7 @@ class ModelConfig:
         self._check_sinks()
         self._check_query_scaling()
         self._check_latent_attention()
+        self._check_linear_attention()
         for name in (
             f"{of}_dropout"
             for of in ("embedding", "hidden", "attention", "activation", "classifier")
@@ -487,6 +566,19 @@ class ModelConfig:
                 f"{self.num_attention_heads} in latent attention, whose heads have keys of their own; correct it"
             )
 
+    def _check_linear_attention(self) -> None:
+        """Check that the other fields are those of a model with linear attention or gates.
+
+        Raises:
+            ConfigError: If its other layers have no rotary positions.
+        """
+        has_any = self.linear_attention is not None or self.attention_output_gate
+        if has_any and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"position_embedding_type={self.position_embedding_type!r}: expected 'rotary' for a {self.family} "
+                "model, whose attention is linear or has gates; leave it out"
+            )
+
     def _check_counts(self) -> None:
         """Check products of sizes for which something is built before there is a weight.
 
@@ -525,6 +617,15 @@ class ModelConfig:
     def has_window(self, layer: int) -> bool:
         """Whether a layer (from 0) has sliding-window attention."""
         return self.sliding_window is not None and layer in (self.sliding_window_layers or (layer,))
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Whether a layer (from 0) has a gated delta net in place of attention."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
+
+    @property
+    def query_rows(self) -> int:
+        """Outputs of the projection to queries, and to their gates if there are any."""
+        return (1 + self.attention_output_gate) * self.num_attention_heads * self.kv_channels
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer (from 0) has experts instead of an MLP."""

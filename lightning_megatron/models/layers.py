@@ -35,6 +35,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.engine.ops.attention import SDPAttention
+from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.context import ContextParallelAttention
 from lightning_megatron.engine.ops.experts import GroupedExperts, clamped_swiglu
 from lightning_megatron.engine.ops.key_value_cache import LatentCache
@@ -44,6 +45,7 @@ from lightning_megatron.engine.ops.recompute import RecomputedOutput
 from lightning_megatron.engine.ops.router import Router
 from lightning_megatron.engine.ops.xielu import XIELU
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.gated_delta_net import GatedDeltaNet
 from lightning_megatron.models.latent_attention import LatentSelfAttention
 
 CHECKPOINT_NAMES = {
@@ -56,6 +58,8 @@ LATENT_CHECKPOINT_NAMES = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 """The same of the norms of latents."""
+LINEAR_CHECKPOINT_NAMES = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+"""The same in layers with linear attention."""
 
 _MASK_TYPES = {
     "gpt": AttnMaskType.causal,
@@ -106,6 +110,8 @@ def layer_spec(
     if model.latent_attention is not None:
         del names["input_layernorm."]  # several linears read it
         names |= LATENT_CHECKPOINT_NAMES
+    if model.has_linear_attention(number):
+        names |= LINEAR_CHECKPOINT_NAMES
     if model.has_experts(number):
         del names["pre_mlp_layernorm."]  # not followed by a linear to fuse it into
         mlp = _experts(model)
@@ -198,6 +204,8 @@ def _latent_attention(model: ModelConfig, config: TransformerConfig, layer: int)
 
 
 def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -> ModuleSpec:
+    if model.has_linear_attention(layer):
+        return ModuleSpec(module=GatedDeltaNet, params={"linear": model.linear_attention})
     if model.latent_attention is not None:
         return _latent_attention(model, config, layer)
     module: type[SelfAttention] = SelfAttention
@@ -205,6 +213,8 @@ def _self_attention(model: ModelConfig, config: TransformerConfig, layer: int) -
     factor = 1.0
     if model.rope_scaling is not None:
         factor = model.rope_scaling.attention_factor
+    if model.attention_output_gate:
+        module = GatedAttention
     width = model.rotary_width
     if layer in model.no_rope_layers:
         width = 0
@@ -413,7 +423,36 @@ def _normalize_output(
     return linear.post_layernorm(x), None
 
 
-class PartialRotaryAttention(SelfAttention):
+class GatedAttention(SelfAttention):
+    """Self-attention whose output may be multiplied by the sigmoid of a gate of the same token (Qwen3-Next)."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Megatron's; the gate, if there is one, is of the same heads as the query, [s, b, n/tp, hn].
+
+        With more ranks than key/value heads, megatron-core 0.16.1 returns the gates of all heads of a group.
+        """
+        tensors = super().get_query_key_value_tensors(*args, **kwargs)
+        if not self.config.attention_output_gate:
+            return tensors
+        query, key, value, gate = tensors
+        shards = gate.shape[2] // query.shape[2]
+        own = self.pg_collection.tp.rank() % shards
+        return query, key, value, gate.chunk(shards, dim=2)[own]
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply the output, [s, b, n/tp * hn], by its gate, [s, b, n/tp, hn].
+
+        Megatron's is compiled on CPUs, too, by each process, for a minute.
+        """
+        gated: Tensor = compiled_for(x, _gated)(x, gate.flatten(2))
+        return gated
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    return (x * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+class PartialRotaryAttention(GatedAttention):
     """Self-attention with rotary embedding that differs between layers or covers only part of a head.
 
     Gemma 3 has two thetas. Phi-4-mini rotates three quarters of a head with LongRoPE, whose attention factor is part of

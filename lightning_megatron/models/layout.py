@@ -33,8 +33,9 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"{', '.join(choices)}"
         )
     # With more ranks than groups, each keeps a slice of the rows, which may end within a head.
-    rows = (model.num_attention_heads + 2 * groups) * model.kv_channels
+    rows = model.query_rows + 2 * groups * model.kv_channels
     require_divides("tp", tp, "(num_attention_heads + 2 * num_query_groups) * kv_channels", rows)
+    _check_linear_attention(model, parallel)
     _check_split_of_experts(model, parallel)
     _check_stages(model, parallel)
     if parallel.uses_sequence_parallel:
@@ -76,6 +77,19 @@ def check_function(model: ModelConfig, parallel: ParallelConfig, function: str |
         # megatron-core 0.16.1, transformer/moe/moe_layer.py, refuses this, too.
         raise ConfigError(
             f"tp={parallel.tp}: a model with experts is trained with sequence_parallel=True; set it, or use tp=1"
+        )
+
+
+def _check_linear_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise unless the heads of linear attention can be split over tp, and rows are not."""
+    linear = model.linear_attention
+    if linear is None:
+        return
+    require_divides("tp", parallel.tp, "linear_num_key_heads", linear.num_key_heads)
+    if parallel.cp > 1:
+        raise ConfigError(
+            f"cp={parallel.cp}: expected 1 for a {model.family} model, whose layers with linear attention compute each "
+            "token from a state that all tokens before it have made; use tp, or recompute, for long rows"
         )
 
 

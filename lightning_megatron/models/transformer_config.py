@@ -67,6 +67,10 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         if model.no_rope_layers:
             layers = range(model.num_layers)
             without_rope = [int(layer in model.no_rope_layers) for layer in layers]
+    linear_layers = None
+    if model.linear_attention is not None:
+        # Checkpoints then have the number of a layer in the names of its weights, as layers differ.
+        linear_layers = [int(model.has_linear_attention(n)) for n in range(model.num_layers)]
     is_swiglu = model.gated_linear_unit and model.activation == "silu"
     return {
         **{name: getattr(model, name) for name in SAME_NAME_FIELDS},
@@ -74,6 +78,7 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "bias_activation_fusion": device.type == "cuda" and is_swiglu,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": without_rope,
+        "linear_attention_freq": linear_layers,
         "softmax_scale": rope_softmax_scale(softmax_scale, model.kv_channels, scaling),
         # Of the output projection's input; models/latent_attention.py knows the width of queries and keys.
         "kv_channels": model.value_width,
@@ -147,7 +152,9 @@ def _can_fuse_qkv_rope(model: ModelConfig, parallel: ParallelConfig) -> bool:
         and not model.no_rope_layers
     )
     is_rotary = model.position_embedding_type == "rope" and is_full
-    is_plain = not model.qk_layernorm and not model.query_scaling_beta
+    is_plain = (
+        not model.qk_layernorm and not model.query_scaling_beta and not model.attention_output_gate
+    )
     return is_rotary and is_plain and model.num_query_groups >= parallel.tp
 
 

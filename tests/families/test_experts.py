@@ -25,7 +25,7 @@ from lightning_megatron.models.checks import check_model
 from lightning_megatron.models.config import with_variant
 from tests.convert.directories import converted
 from tests.families.parity import check_family, padded_sentences, pretrained_module, tiny_model
-from tests.families.test_gpts import LIKE_LLAMA
+from tests.families.test_gpts import LIKE_LLAMA, LINEAR_ATTENTION
 from tests.models import VOCAB_SIZE
 from tests.parity.training import FOUR_RANKS, INTERLEAVED, RECOMPUTED, Case, Layout, trainer_of
 from tests.ranks import run_ranks
@@ -62,6 +62,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3Moe",
         {**_QWEN, "head_dim": 12, "max_window_layers": 4, "norm_topk_prob": True},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**_QWEN, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 28},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {
+            **{name: value for name, value in _QWEN.items() if name != "intermediate_size"},
+            **LINEAR_ATTENTION,
+            "shared_expert_intermediate_size": 28,
+        },
     ),
     "dots1": ("Dots1", {**_DEEPSEEK, "first_k_dense_replace": 1}),
     "glm4_moe": ("Glm4Moe", {**_DEEPSEEK, "head_dim": 12, "use_qk_norm": True}),
@@ -192,6 +204,9 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         {},
         Layout(ep=2, tp=2, sequence_parallel=True),
     ),
+    ("qwen3_next", {}, Layout()),
+    ("qwen3_next", {"mlp_only_layers": [1]}, FOUR_RANKS),
+    ("qwen3_5_moe_text", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
     ("dots1", {}, FOUR_RANKS),
     ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
     ("deepseek_v3", {"attention_bias": True}, Layout()),
@@ -281,7 +296,8 @@ def test_mixture_of_experts_equals_hugging_face(
     layout: Layout,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    module = family.removesuffix("_text")
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     original = getattr(modeling, "load_balancing_loss_func", None)
     if original is not None:
         balanced = _per_layer_and_microbatch(original, layout)

@@ -30,6 +30,18 @@ _GEMMA = {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5}
 _NO_DROPOUT_OF_SEED = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 _NEMOTRON = {name: value for name, value in LIKE_LLAMA.items() if name != "rms_norm_eps"}
 _WINDOW_TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+LINEAR_ATTENTION: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    # Outputs of single tokens are small: with 1e-6 transformers' own two forms of the rule differ by 2e-5.
+    "rms_norm_eps": 1e-3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+"""Fields of layers with linear attention; the pipeline stages have different kinds of layers."""
 _MULTIPLIERS = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -102,6 +114,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Apertus",
         {**LIKE_LLAMA, **_rope("llama3", original_max_position_embeddings=8, **_LLAMA3)},
     ),
+    "qwen3_5_text": ("Qwen3_5Text", {**LIKE_LLAMA, **LINEAR_ATTENTION}),
     "nemotron": ("Nemotron", {**_NEMOTRON, "head_dim": 12, "intermediate_size": 24}),
 }
 """Names of transformers' classes, and fields of a tiny model."""
@@ -193,6 +206,7 @@ _NEWER = {
     "nemotron": "right",
     "ministral3": "left",
     "apertus": "right",
+    "qwen3_5_text": "left",
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
 _SPLIT = (
@@ -204,6 +218,7 @@ _SPLIT = (
     "nemotron",
     "ministral3",
     "apertus",
+    "qwen3_5_text",
 )
 """Those of ``_NEWER`` whose special parts depend on the layout."""
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}

@@ -20,7 +20,10 @@ cap on scores, sliding windows in five of six layers, which have a rotary base o
 
 Mixtures of experts: Mixtral (Jiang et al. 2024, arXiv 2401.04088): eight experts, top-2. Qwen 2 MoE (Yang et al. 2024):
 many small experts, whose top-k probabilities are not normalized, and a shared expert. Qwen 3 MoE (Yang et al. 2025):
-128 experts, no shared one. In both some layers may have a dense MLP. OLMoE (Muennighoff et al. 2024, arXiv
+128 experts, no shared one. In both some layers may have a dense MLP. Qwen3-Next (Qwen Team 2025): gated delta nets in
+three of four layers, gates of attention, a quarter of each head rotated, norms of 1 + weight, 512 experts and a shared
+one. Qwen 3.5 (Qwen Team 2026), its language models, dense and with experts: the same with projections that are not
+grouped by head. OLMoE (Muennighoff et al. 2024, arXiv
 2409.02060): 64 experts, and QK norm over all heads. dots.llm1 (rednote 2025, arXiv 2506.05767) and GLM-4.5 (GLM Team
 2025, arXiv 2508.06471): the router of DeepSeek-V3 (arXiv 2412.19437), sigmoids with a bias and groups, leading dense
 layers, and shared experts without a gate. DeepSeek-V3 itself, Moonlight and Kimi K2 (Moonshot AI 2025, arXiv
@@ -37,10 +40,17 @@ from typing import Any
 
 from lightning_megatron.convert.decoder_rules import DecoderNames, StackedExperts
 from lightning_megatron.convert.family import Family, causal_lm, classifiers
-from lightning_megatron.convert.model_fields import LLAMA, Fields, activation, head_dim
+from lightning_megatron.convert.model_fields import (
+    LLAMA,
+    Fields,
+    activation,
+    has_field,
+    head_dim,
+    layers_of_kind,
+)
 from lightning_megatron.convert.rope import latent_softmax_scale, read_rope
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.models.config import Experts, LatentAttention
+from lightning_megatron.models.config import Experts, LatentAttention, LinearAttention
 
 
 def _granite(hf: Any) -> Fields:
@@ -149,6 +159,52 @@ def _gemma3(hf: Any) -> Fields:
     }
 
 
+def _linear_attention(hf: Any) -> Fields:
+    """Layers with a gated delta net, and softmax attention with gates in the others, as in Qwen3-Next."""
+    layers = layers_of_kind(hf, "linear_attention", ("full_attention",))
+    linear = LinearAttention(
+        layers=layers,
+        num_key_heads=hf.linear_num_key_heads,
+        num_value_heads=hf.linear_num_value_heads,
+        key_head_dim=hf.linear_key_head_dim,
+        value_head_dim=hf.linear_value_head_dim,
+        conv_kernel_dim=hf.linear_conv_kernel_dim,
+    )
+    return {"linear_attention": linear if layers else None, "sliding_window": None}
+
+
+def _qwen3_next(hf: Any) -> Fields:
+    return {**_linear_attention(hf), **_qwen_moe(hf)}
+
+
+def _qwen3_5(hf: Any) -> Fields:
+    rope = hf.rope_parameters or {}
+    # Of images; the three positions of a token of text are the same.
+    base, scaling = read_rope(
+        hf,
+        rope,
+        partial_rotary=True,
+        others=("mrope_interleaved", "mrope_section"),
+    )
+    return {
+        **_linear_attention(hf),
+        "position_embedding_type": "rope",
+        "rotary_base": base,
+        "rope_scaling": scaling,
+        "rotary_percent": float(rope.get("partial_rotary_factor") or 1.0),
+    }
+
+
+def _qwen3_5_moe(hf: Any) -> Fields:
+    experts = _experts(
+        hf,
+        hf.moe_intermediate_size,
+        shared_ffn_hidden_size=hf.shared_expert_intermediate_size,
+    )
+    # No layer has an MLP without experts.
+    return {**_qwen3_5(hf), **experts, "ffn_hidden_size": hf.moe_intermediate_size}
+
+
 _FULL_QK_NORM = {"qk_layernorm": True, "qk_layernorm_of_all_heads": True}
 _GLM = {**LLAMA, "rotary_interleaved": True}
 _GLM_NAMES = DecoderNames(
@@ -169,7 +225,7 @@ def _experts(hf: Any, ffn_hidden_size: int, **fields: Any) -> Fields:
         topk=hf.num_experts_per_tok,
         ffn_hidden_size=ffn_hidden_size,
         load_balancing_loss_coef=hf.router_aux_loss_coef,
-        normalizes_topk=getattr(hf, "norm_topk_prob", True),
+        normalizes_topk=hf.norm_topk_prob if has_field(hf, "norm_topk_prob") else True,
         **fields,
     )
     return {"experts": experts}
@@ -299,6 +355,20 @@ _GPT_OSS_NAMES = DecoderNames(
     router="router",
     stacked_experts=StackedExperts(is_transposed=True, is_interleaved=True),
 )
+_QWEN3_NEXT = {
+    **LLAMA,
+    "zero_centered_norms": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+_QWEN3_5_NAMES = DecoderNames(nested_base="model.language_model.")
+_SILU = {"hidden_act": ("silu", "swish")}
+"""The convolution of linear attention has the activation of MLPs."""
+_QWEN3_5_REQUIRED: dict[str, tuple[Any, ...]] = {
+    **_SILU,
+    # In published files, and not read by transformers.
+    "attn_output_gate": (True,),
+}
 
 
 FAMILIES = (
@@ -484,6 +554,35 @@ FAMILIES = (
         heads=classifiers("Qwen3Moe"),
         defaults={**LLAMA, "qk_layernorm": True},
         custom_fields=_qwen_moe,
+    ),
+    Family(
+        name="qwen3_next",
+        architectures=causal_lm("Qwen3Next"),
+        heads=classifiers("Qwen3Next"),
+        defaults=_QWEN3_NEXT,
+        custom_fields=_qwen3_next,
+        names=DecoderNames(in_proj=("in_proj_qkvz", "in_proj_ba")),
+        required=_SILU,
+        partial_rotary=True,
+    ),
+    Family(
+        name="qwen3_5_text",
+        architectures=causal_lm("Qwen3_5"),
+        heads=classifiers("Qwen3_5Text", has_tokens=False),
+        defaults=_QWEN3_NEXT,
+        custom_fields=_qwen3_5,
+        names=_QWEN3_5_NAMES,
+        required=_QWEN3_5_REQUIRED,
+        partial_rotary=True,
+    ),
+    Family(
+        name="qwen3_5_moe_text",
+        architectures=causal_lm("Qwen3_5Moe"),
+        defaults=_QWEN3_NEXT,
+        custom_fields=_qwen3_5_moe,
+        names=_QWEN3_5_NAMES,
+        required=_QWEN3_5_REQUIRED,
+        partial_rotary=True,
     ),
     Family(
         name="dots1",

@@ -1,4 +1,4 @@
-"""Cache of keys and values, or of latents of them, in generation.
+"""Cache of keys and values, of latents of them, or of the state of linear attention, in generation.
 
 Megatron-Core's StaticInferenceContext (megatron-core 0.16.1, inference/contexts) caches one level higher, in
 Attention, with one position for all rows of a batch by which it rotates queries and keys, and refuses virtual
@@ -126,6 +126,48 @@ class LatentCache(KeyValueCache):
         """
         (visible,) = self._write(latents)
         return visible
+
+
+class RecurrentCache(KeyValueCache):
+    """What a layer with linear attention keeps of all tokens: the last inputs of its convolution, and its state.
+
+    Its size does not depend on the number of tokens, so a step writes to no slot.
+    """
+
+    def states(self) -> tuple[Tensor | None, Tensor | None]:
+        """Inputs of the convolution, [k - 1, b, ...], and state, [b, hv, dk, dv] fp32; None before the first token."""
+        if not self._buffers:
+            return None, None
+        before, state = self._buffers
+        return before.movedim(1, 0), state
+
+    def update(
+        self,
+        inputs: Tensor,
+        count: int,
+        state: Tensor,
+    ) -> None:
+        """Keep the last inputs of the convolution, and the state.
+
+        Args:
+            inputs: [s, b, ...], those of the new tokens.
+            count: How many the convolution sees besides a token's own.
+            state: [b, hv, dk, dv], after the new tokens.
+        """
+        rows = inputs.movedim(0, 1)
+        if not self._buffers:
+            before = rows.new_zeros(len(rows), count, *rows.shape[2:])
+            self._buffers = [before, torch.zeros_like(state)]
+        before, old_state = self._buffers
+        joined = torch.cat((before, rows), dim=1)
+        # In place: steps that are recorded as graphs read and write the same memory.
+        before.copy_(joined[:, joined.shape[1] - count :])
+        old_state.copy_(state)
+
+    @override
+    def _visible(self) -> list[Tensor]:
+        """All of it."""
+        return self._buffers
 
 
 class TokenStep:
