@@ -636,7 +636,9 @@ class ModelConfig:
         if self.architecture == "t5" and linear.startswith("decoder."):
             return self.num_decoder_layers
         if ".mlp." not in linear:
-            return self.num_layers
+            of_linear_attention = linear.endswith((".in_proj", ".out_proj"))
+            layers = range(self.num_layers)
+            return sum(self.has_linear_attention(layer) == of_linear_attention for layer in layers)
         num_mixtures = sum(self.has_experts(layer) for layer in range(self.num_layers))
         if ".mlp.experts." in linear or ".mlp.shared_experts." in linear:
             return num_mixtures

@@ -50,9 +50,13 @@ from lightning_megatron.engine.ops.experts import (
 from lightning_megatron.engine.ops.random_state import forked
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.models.adapter_names import ADAPTER_SUFFIX, is_trained_with_lora
+from lightning_megatron.models.adapter_names import (
+    ADAPTER_SUFFIX,
+    is_trained_with_lora,
+    module_of_matrices,
+)
 from lightning_megatron.models.config import ModelConfig
-from lightning_megatron.models.matrices import matrix_of_rows
+from lightning_megatron.models.matrices import matrix_of_rows, num_fused
 
 _LAYER = re.compile(r"(\blayers)\.\d+\.")
 _ROW_BYTES = 16
@@ -140,7 +144,9 @@ class Adapter(LowRank):
         """[out/tp, n], 1 for the matrix that a row of B belongs to; None for a linear with one matrix."""
         if len(parts) > 1:
             adapted = torch.eye(len(parts), dtype=base.dtype)[:, list(parts)]
-            owners = adapted[matrix_of_rows(name, linear)]
+            numbers = matrix_of_rows(name, linear)
+            modules = module_of_matrices(num_fused(name, linear.config), len(parts))
+            owners = adapted[torch.tensor(modules)[numbers]]
             self.owners = owners.to(base.device)
         # Before hooks that need the sum, e.g. norms.
         linear.register_forward_hook(self._add, prepend=True)

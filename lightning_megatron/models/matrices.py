@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from lightning_megatron.engine.ops.causal_convolution import CausalConvolution
 from lightning_megatron.engine.ops.experts import ExpertBias, GroupedExperts
 from lightning_megatron.engine.ops.matrix_shards import Matrices
 from lightning_megatron.engine.ops.norms import Norm, NormOfAllHeads
@@ -21,15 +22,17 @@ from lightning_megatron.models.config import ModelConfig
 
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
-_NO_MATRICES = (ExpertBias, Norm, NormOfAllHeads, Router, SharedExpertMLP)
-"""Modules whose own parameters are biases, scales, or rows of scores of experts (those of a gate)."""
+_NO_MATRICES = (CausalConvolution, ExpertBias, Norm, NormOfAllHeads, Router, SharedExpertMLP)
+"""Modules whose own parameters are biases, scales, a filter for each channel, or rows of scores of experts (those of a
+gate)."""
 
 
 def matrices_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, Matrices]:
     """Weights of the linears of all layers: of attention, MLPs and experts.
 
-    Queries, keys and values are matrices of their own, as are gate and up, and the matrices of each expert. Not among
-    them are embeddings, tables of positions, output layers and heads, routers, norms and biases.
+    Queries, keys and values are matrices of their own, as are gate and up, the matrices of each expert, gates of
+    attention, and rates and decays of linear attention. Not among them are embeddings, tables of positions, output
+    layers and heads, routers, convolutions, norms and biases.
 
     Raises:
         ConfigError: If a layer has a weight of two or more axes of a kind that is unknown here.
@@ -96,23 +99,25 @@ def _of_linear(
     return Matrices(
         columns=columns,
         blocks=tuple(zip(numbers.tolist(), counts.tolist(), strict=True)),
-        count=_num_fused(name, module.config),
+        count=num_fused(name, module.config),
         axis=0,
     )
 
 
-def _num_fused(name: str, config: TransformerConfig) -> int:
+def num_fused(name: str, config: TransformerConfig) -> int:
     """How many matrices a column-parallel linear of this name fuses."""
     if name == "linear_fc1" and config.gated_linear_unit:
         return 2
-    return {"linear_qkv": 3, "linear_kv": 2}.get(name, 1)
+    if name == "linear_qkv" and config.attention_output_gate:
+        return 4
+    return {"linear_qkv": 3, "linear_kv": 2, "in_proj": 6}.get(name, 1)
 
 
 def matrix_of_rows(name: str, linear: ColumnParallelLinear) -> torch.Tensor:
     """[out/tp], int64: number of the fused matrix that each of this rank's rows belongs to."""
     config = linear.config
     rows: int = linear.output_size_per_partition
-    count = _num_fused(name, config)
+    count = num_fused(name, config)
     if count == 1:
         return torch.zeros(rows, dtype=torch.int64)
     if name == "linear_fc1":
@@ -121,9 +126,23 @@ def matrix_of_rows(name: str, linear: ColumnParallelLinear) -> torch.Tensor:
     if name == "linear_qkv":
         per_group = config.num_attention_heads // config.num_query_groups
         of_group = [0] * per_group + [1, 2]
+        if config.attention_output_gate:
+            of_group = [0] * per_group + [1] * per_group + [2, 3]
     of_heads = torch.tensor(of_group).repeat_interleave(config.kv_channels)
     of_all: torch.Tensor = of_heads.repeat(config.num_query_groups)
+    if name == "in_proj":
+        of_all = _of_linear_attention(config)
     assert len(of_all) == linear.output_size, name
     # Key/value heads are split even if there are fewer than ranks.
     shard: torch.Tensor = of_all.chunk(linear.tp_group.size())[linear.tp_group.rank()]
     return shard
+
+
+def _of_linear_attention(config: TransformerConfig) -> torch.Tensor:
+    """[out], int64: the same of all rows of the projection of linear attention, by key head."""
+    values_per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    values = values_per_key * config.linear_value_head_dim
+    keys = config.linear_key_head_dim
+    rows = torch.tensor((keys, keys, values, values, values_per_key, values_per_key))
+    of_head = torch.arange(len(rows)).repeat_interleave(rows)
+    return of_head.repeat(config.linear_num_key_heads)

@@ -67,10 +67,6 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         if model.no_rope_layers:
             layers = range(model.num_layers)
             without_rope = [int(layer in model.no_rope_layers) for layer in layers]
-    linear_layers = None
-    if model.linear_attention is not None:
-        # Checkpoints then have the number of a layer in the names of its weights, as layers differ.
-        linear_layers = [int(model.has_linear_attention(n)) for n in range(model.num_layers)]
     is_swiglu = model.gated_linear_unit and model.activation == "silu"
     return {
         **{name: getattr(model, name) for name in SAME_NAME_FIELDS},
@@ -78,10 +74,26 @@ def _architecture(model: ModelConfig, device: torch.device) -> dict[str, Any]:
         "bias_activation_fusion": device.type == "cuda" and is_swiglu,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "no_rope_freq": without_rope,
-        "linear_attention_freq": linear_layers,
+        **_linear_attention(model),
         "softmax_scale": rope_softmax_scale(softmax_scale, model.kv_channels, scaling),
         # Of the output projection's input; models/latent_attention.py knows the width of queries and keys.
         "kv_channels": model.value_width,
+    }
+
+
+def _linear_attention(model: ModelConfig) -> dict[str, Any]:
+    linear = model.linear_attention
+    if linear is None:
+        return {}
+    layers = range(model.num_layers)
+    return {
+        # Checkpoints then have the number of a layer in the names of its weights, as layers differ.
+        "linear_attention_freq": [int(model.has_linear_attention(layer)) for layer in layers],
+        "linear_conv_kernel_dim": linear.conv_kernel_dim,
+        "linear_key_head_dim": linear.key_head_dim,
+        "linear_value_head_dim": linear.value_head_dim,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
     }
 
 

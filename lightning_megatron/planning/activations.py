@@ -6,6 +6,7 @@ package's layers (no attention matrix is stored).
 
 from __future__ import annotations
 
+from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.layout import comm_type_of
 from lightning_megatron.planning.parameters import latent_sizes
 from lightning_megatron.planning.run import PlannedRun
@@ -46,7 +47,7 @@ def layer_bytes(
     Per token, in bf16 and before any split over tp: residual stream and norms 8 h, projections 2 (q + k + v), rotated
     queries or T5's copy 2 q, attention output 2 v, MLP 4 f (gated 6 f), 2 h for each expert that the token is routed
     to, and one byte per element with dropout. In latent attention 4 for each number of its latents, which are split
-    over tp as the residual stream is.
+    over tp as the residual stream is. Linear attention in place of attention: see ``_linear_attention_bytes``.
     """
     model = run.model
     parallel = run.parallel
@@ -63,9 +64,12 @@ def layer_bytes(
         if parallel.ep > 1:
             received = ranks_per_token(run)
     mlp = (6 if model.gated_linear_unit else 4) * f
-    size = 8.0 * h + 2 * (q + kv) + 2 * v + mlp + 2.0 * h * topk
+    gates = 4 * q * model.attention_output_gate  # and the output before it is multiplied
+    size = 8.0 * h + 2 * (q + kv) + 2 * v + gates + mlp + 2.0 * h * topk
     latents = 0
-    if model.latent_attention is not None:
+    if model.has_linear_attention(layer):
+        size = 8.0 * h + _linear_attention_bytes(model) + mlp + 2.0 * h * topk
+    elif model.latent_attention is not None:
         # Before and after norms; and the expanded keys, from which those with positions are made.
         latents = 4 * sum(latent_sizes(model))
         size += 2 * model.num_attention_heads * model.latent_attention.qk_head_dim
@@ -91,3 +95,22 @@ def layer_bytes(
         size += (parallel.cp - 1) * 2.0 * kv / parallel.tp
     tokens = run.micro_batch_size * run.lengths[-1 if is_decoder else 0]
     return tokens * size * run.bytes_per_element / 2 / parallel.cp
+
+
+_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule: ``engine/ops/gated_delta_rule.py``, which imports torch."""
+
+
+def _linear_attention_bytes(model: ModelConfig) -> float:
+    """Bytes that linear attention stores of a token in bf16, counted: its inputs, and those of all matrix products.
+
+    Per value head: queries and keys, written and read, in seven forms, values in six, three matrices of a chunk's
+    tokens in bf16 and two in fp32, and of each chunk a transition and a state.
+    """
+    linear = model.linear_attention
+    assert linear is not None
+    key = linear.key_head_dim
+    value = linear.value_head_dim
+    of_head = 2 * (7 * key + 6 * value) + (3 * 2 + 2 * 4) * _CHUNK
+    of_head += 2 * key * (key + value) / _CHUNK
+    return 2.0 * (sum(linear.sizes) + linear.conv_size) + linear.num_value_heads * of_head

@@ -25,6 +25,9 @@ from lightning_megatron.planning.parameters import (
 AttentionCount = Literal["causal", "full"]
 """Whether the masked half of a causal attention matrix is left out or counted (``full``); both are published."""
 
+_PRODUCTS_WITH_STATE = 3
+"""Products of a token with the state of linear attention: k S, k v^T and q S."""
+
 
 def forward_flops(
     model: ModelConfig,
@@ -40,7 +43,9 @@ def forward_flops(
     Those of a T5 for s_e encoder and s_d decoder tokens are ``L_e * s_e * (4 h q + mlp + 2 q s_e)
     + L_d * (s_d * (6 h q + mlp + q s_d + 2 q s_e) + 2 s_e h q) + s_d * h * V``. Of experts,
     only the active ones and the router are counted. In latent attention the projections are those of its latents,
-    and values may be narrower than keys.
+    and values may be narrower than keys. In linear attention the products with the state are those of the recurrence:
+    each token multiplies each head's state, [keys, values], with its key and with its query, and adds a product of the
+    same size; chunks, by which they are computed, have more. The convolution is counted, too.
 
     Args:
         model: Model config.
@@ -85,8 +90,13 @@ def layer_flops(
         keys = _keys_per_query(model, layer, s, attention)
     elif is_decoder and attention == "causal":
         keys = s / 2
-    products = s * (attention_weights(model) + mlp)
+    products = s * (attention_weights(model, layer) + mlp)
     scores = s * (q + v) * keys
+    if model.has_linear_attention(layer):
+        assert model.linear_attention is not None
+        linear = model.linear_attention
+        products += s * linear.conv_size * linear.conv_kernel_dim
+        scores = s * _PRODUCTS_WITH_STATE * linear.state_size
     if is_decoder:
         # Cross-attention: queries and outputs of decoder tokens, keys and values of encoder tokens.
         products += (s + lengths[0]) * 2 * h * q

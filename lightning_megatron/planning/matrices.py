@@ -46,6 +46,8 @@ def layer_matrices(model: ModelConfig, layer: int) -> list[MatrixShape]:
     if model.latent_attention is not None:
         names = [name for name in linears if name.startswith(("linear_q_", "linear_kv_"))]
         names.append("linear_proj")
+    if model.has_linear_attention(layer):
+        names = ["in_proj", "out_proj"]
     shapes = []
     for name in names:
         columns, rows_of_matrices = linears[name]

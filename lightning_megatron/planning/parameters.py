@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.models.adapter_names import module_of_matrices
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import t5_layout
 
@@ -93,6 +94,11 @@ def _parameters_by_linear(model: ModelConfig) -> dict[str, int]:
         in_size, out_sizes = _sizes_of(model, name)
         if len(parts) == 1:
             out_sizes = (sum(out_sizes),)
+        modules = module_of_matrices(len(out_sizes), len(parts))
+        out_sizes = tuple(
+            sum(size for size, module in zip(out_sizes, modules, strict=True) if module == number)
+            for number in range(len(parts))
+        )
         size = sum(
             in_size + out for out, is_adapted in zip(out_sizes, parts, strict=True) if is_adapted
         )
@@ -187,9 +193,11 @@ def layer_linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
     ffn = model.ffn_hidden_size
     q = model.num_attention_heads * model.kv_channels
     kv = model.num_query_groups * model.kv_channels
+    queries = (q,) * (1 + model.attention_output_gate)
     return {
         **_latent_linears(model),
-        "linear_qkv": (h, (q, kv, kv)),
+        **_linear_attention_linears(model),
+        "linear_qkv": (h, (*queries, kv, kv)),
         "linear_q": (h, (q,)),
         "linear_kv": (h, (kv, kv)),
         "linear_proj": (model.num_attention_heads * model.value_width, (h,)),
@@ -218,6 +226,15 @@ def _latent_linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]
     return linears
 
 
+def _linear_attention_linears(model: ModelConfig) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """The same of linear attention; none in other models."""
+    linear = model.linear_attention
+    if linear is None:
+        return {}
+    h = model.hidden_size
+    return {"in_proj": (h, linear.sizes), "out_proj": (linear.value_size, (h,))}
+
+
 def _layer(
     model: ModelConfig,
     layer: int,
@@ -238,15 +255,24 @@ def _layer(
         experts = model.experts
         width = experts.shared_ffn_hidden_size
     # Key/value heads are split even if there are fewer than ranks: each rank keeps some of their rows.
-    split = num_attentions * attention_weights(model) + mlp_matrices(model) * h * width
+    split = num_attentions * attention_weights(model, layer) + mlp_matrices(model) * h * width
     latents = latent_sizes(model)
     split -= h * sum(latents)
-    split += model.add_qkv_bias * qkv + model.add_bias_linear * up
-    split += model.attention_sinks * model.num_attention_heads
+    split += model.add_bias_linear * up
+    is_linear = model.has_linear_attention(layer)
+    if is_linear:
+        split += _recurrence(model)
+    else:
+        split += model.add_qkv_bias * qkv + model.attention_sinks * model.num_attention_heads
     norms = model.pre_norms * (num_attentions + model.has_mlp_norm) + 2 * model.post_norms
     replicated = norms * _norm(model)
-    replicated += (model.has_attention_output_bias + model.add_bias_linear) * h
-    if model.qk_layernorm:
+    replicated += model.add_bias_linear * h
+    if is_linear:
+        assert model.linear_attention is not None
+        replicated += model.linear_attention.value_head_dim
+    else:
+        replicated += model.has_attention_output_bias * h
+    if model.qk_layernorm and not is_linear:
         heads = 2
         if model.qk_layernorm_of_all_heads:
             heads = model.num_attention_heads + model.num_query_groups
@@ -265,14 +291,25 @@ def _layer(
     return split // parallel.tp + replicated + routed
 
 
-def attention_weights(model: ModelConfig) -> int:
-    """Number of weights of one attention."""
+def _recurrence(model: ModelConfig) -> int:
+    """Number of parameters of linear attention besides its linears, which are split over tp."""
+    linear = model.linear_attention
+    assert linear is not None
+    return linear.conv_size * linear.conv_kernel_dim + 2 * linear.num_value_heads
+
+
+def attention_weights(model: ModelConfig, layer: int) -> int:
+    """Number of weights of the linears of one attention of a layer."""
+    if model.has_linear_attention(layer):
+        linears = _linear_attention_linears(model).values()
+        return sum(columns * sum(rows) for columns, rows in linears)
     if model.latent_attention is not None:
         of_proj = model.num_attention_heads * model.value_width * model.hidden_size
         linears = _latent_linears(model).values()
         return of_proj + sum(columns * sum(rows) for columns, rows in linears)
-    heads = model.num_attention_heads + model.num_query_groups
-    return 2 * model.hidden_size * heads * model.kv_channels
+    of_keys = 2 * model.num_query_groups * model.kv_channels
+    of_proj = model.num_attention_heads * model.kv_channels
+    return model.hidden_size * (model.query_rows + of_keys + of_proj)
 
 
 def latent_sizes(model: ModelConfig) -> tuple[int, ...]:

@@ -26,6 +26,9 @@ FUSED = {
     "query_key_value.weight": 3,
     "qkv_proj.weight": 3,
     "mlp.gate_up_proj.weight": 2,
+    "linear_attn.in_proj_qkvz.weight": 4,
+    "linear_attn.in_proj_qkv.weight": 3,
+    "linear_attn.in_proj_ba.weight": 2,
 }
 """Ends of names of tensors that hold several matrices in the files, too, and how many."""
 NO_MATRICES = (
@@ -35,6 +38,7 @@ NO_MATRICES = (
     "shared_expert_gate.weight",
     "relative_attention_bias.weight",
     "_proj_bias",  # of experts
+    "linear_attn.conv1d.weight",
 )
 """Ends of names of other tensors of layers with two or more axes."""
 
@@ -106,13 +110,16 @@ def _family(name: str) -> tuple[str, Any, Rows]:
 
 def _problems(tensors: dict[str, list[float]]) -> Iterator[str]:
     owners: dict[float, str] = {}
+    fused = dict(FUSED)
+    if any("linear_attn" in name for name in tensors):
+        fused["self_attn.q_proj.weight"] = 2  # and gates
     for name, numbers in tensors.items():
         is_matrix = not all(number != number for number in numbers)
         if is_matrix != _is_expected(name):
             yield f"{name}: matrix={is_matrix}"
         if not is_matrix:
             continue
-        expected = next((count for end, count in FUSED.items() if name.endswith(end)), 1)
+        expected = next((count for end, count in fused.items() if name.endswith(end)), 1)
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             continue  # of all experts, gpt-oss
         if len(numbers) != expected:
@@ -126,13 +133,13 @@ def _problems(tensors: dict[str, list[float]]) -> Iterator[str]:
 def _is_expected(name: str) -> bool:
     is_in_layer = any(part in f".{name}" for part in (".layers.", ".layer.", ".h.", ".block."))
     is_norm = any(part in name for part in ("norm", "ln_", "LayerNorm", ".ln."))
-    is_bias = name.endswith((".bias", ".sinks", "correction_bias", *NO_MATRICES))
+    is_bias = name.endswith((".bias", "_bias", ".A_log", ".sinks", *NO_MATRICES))
     is_constant = ".act_fn." in name
     return is_in_layer and not is_norm and not is_bias and not is_constant
 
 
 _IN_EVERY_RUN = ["phi3", "t5", "megatron-bert", "apertus"]
-_WITH_EXPERTS = ["qwen2_moe", "gpt_oss", "deepseek_v3"]
+_WITH_EXPERTS = ["qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"]
 _OTHERS = [
     name
     for name in chain(models(), test_experts.FAMILIES)

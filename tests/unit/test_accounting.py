@@ -50,6 +50,16 @@ _DEEPSEEK = {
     "v_head_dim": 5,
     "attention_bias": True,
 }
+_LINEAR_ATTENTION = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 20,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {**_LIKE_LLAMA, "num_local_experts": 4},
     "Qwen2Moe": {**_LIKE_QWEN, "shared_expert_intermediate_size": 20},
@@ -63,6 +73,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "GptOss": {**_LIKE_LLAMA, "num_local_experts": 4, "head_dim": 8},
     "DeepseekV3": _DEEPSEEK,
+    "Qwen3Next": {**_LIKE_QWEN, **_LINEAR_ATTENTION},
 }
 _BERT = {
     "hidden_size": 24,
@@ -192,6 +203,25 @@ def test_adapters_of_routed_experts_are_counted_on_their_ranks_and_in_flops() ->
     for use, num_bytes in (("weights", 2.0), ("gradients", 4.0), ("optimizer", 12.0 / 2)):
         difference = getattr(memory(one), use) - getattr(memory(other), use)
         assert difference == pytest.approx(num_bytes * more)
+
+
+def test_adapters_of_linear_attention_and_of_gates_are_counted() -> None:
+    model = _build_both("Qwen3NextForCausalLM", MIXTURES["Qwen3Next"])[0]
+    h, ffn = 24, 40
+    # Two projections in the files: queries, keys, values and gates of each key head, and two numbers of a value head.
+    linear = (h + 2 * 2 * 6 + 2 * 4 * 10) + (h + 2 * 4) + (4 * 10 + h)
+    attention = (h + 2 * 4 * 8) + 2 * (h + 2 * 8) + (4 * 8 + h)
+    dense = 2 * (h + ffn) + ffn + h
+    adapted = with_adapters(model, LoRA(rank=3))
+    assert adapter_parameters(adapted) == 3 * (3 * linear + attention + dense)
+
+
+def test_flops_of_linear_attention_are_those_of_its_recurrence() -> None:
+    model = model_config({"model_type": "qwen3_next", **MIXTURES["Qwen3Next"]})
+    # k S, k v^T and q S of each token in each of four heads, whatever the number of tokens.
+    states = [layer_flops(model, (length,), 0)[1] for length in (8, 80)]
+    assert states == [2 * 8 * 3 * 4 * 6 * 10, 2 * 80 * 3 * 4 * 6 * 10]
+    assert layer_flops(model, (8,), 1)[1] == 2 * 2 * 8 * 4 * 8 * (8 / 2)
 
 
 def test_flops_of_small_models_equal_hand_calculation() -> None:
