@@ -45,6 +45,11 @@ _HEADS = (
     "v_head",
 )
 """First components of the names of heads in transformers' models."""
+_VISION = "model.visual."
+"""Prefix of the tensors of images in files of a larger model."""
+_PREDICTION = re.compile(r"mtp\.(?:layers\.(\d+)\.)?")
+"""Beginning of the names of multi-token prediction in files of families with linear attention; the first layer also has
+tensors outside of it."""
 _BODY = ("embedding", "encoder", "decoder")
 """Prefixes of Megatron's keys of all tensors but those of a head or a pooler."""
 
@@ -70,6 +75,8 @@ class HuggingFaceSource(Source):
             config = read_json(path)
         self.metadata = {"config": config}
         self.companions = path
+        self._vision: list[str] = []
+        """Tensors of images."""
 
     def describe(self, config: Path | None) -> Description:
         """See ``Source``; reads no weights, except T5's embedding and output layer to find out if they are tied."""
@@ -116,6 +123,9 @@ class HuggingFaceSource(Source):
         for name, in_file in others.items():
             if in_file in left_out or NO_WEIGHTS.search(in_file):
                 continue
+            if family.names.nested_base and name.startswith(_VISION):
+                self._vision.append(in_file)
+                continue
             if any(re.search(pattern, name) for pattern in ignorable):
                 continue
             module = name.split(".")[0]
@@ -149,6 +159,12 @@ class HuggingFaceSource(Source):
                 ", ".join(map(str, sorted(set(predicting.values())))),
                 self.path,
             )
+        if self._vision:
+            _log.warning(
+                "left out, as transformers does: %d tensors of images in %s",
+                len(self._vision),
+                self.path,
+            )
         if of_other_heads:
             names = ", ".join(sorted(of_other_heads))
             _log.warning("of another head in %s and left out: %s", self.path, names)
@@ -156,7 +172,7 @@ class HuggingFaceSource(Source):
     def _predicting(self, names: Mapping[str, str], model: ModelConfig) -> dict[str, int]:
         """Layers of multi-token prediction, which files may have after those of the model (DeepSeek-V3, GLM-4.5).
 
-        transformers leaves them out, too.
+        Or in a module of their own, with numbers of their own (Qwen3-Next). transformers leaves them out, too.
 
         Args:
             names: Names in the files of tensors that the model does not have, by those in the full model.
@@ -165,6 +181,8 @@ class HuggingFaceSource(Source):
         Returns:
             The layers, by the names in the files.
         """
+        if model.linear_attention is not None:
+            return _in_own_module(names)
         count = self.metadata.get("config", {}).get("num_nextn_predict_layers")
         if type(count) is not int or model.architecture != "gpt":
             return {}
@@ -259,6 +277,16 @@ class HuggingFaceSource(Source):
         return block[_as_slice(rows - first)]
 
 
+def _in_own_module(names: Mapping[str, str]) -> dict[str, int]:
+    """Layers of multi-token prediction in a module of their own; argument and result as of ``_predicting``."""
+    found = {}
+    for name, in_file in names.items():
+        layer = _PREDICTION.match(name)
+        if layer is not None:
+            found[in_file] = int(layer[1] or 0)
+    return found
+
+
 def _head_of(name: str) -> str:
     """Module of a head: ``cls.predictions`` of ``cls.predictions.transform.dense.weight``."""
     return ".".join(name.split(".")[:-1][:2])
@@ -306,8 +334,12 @@ def _stored_names(
 
 
 def _file_name(name: str, family: Family) -> str:
+    """Name in the full model of a tensor that files call ``name``."""
     if name == "lm_head.weight":
         return f"{family.names.output}.weight"
+    nested = family.names.nested_base
+    if nested and name.startswith(nested):
+        return family.names.base + name.removeprefix(nested)
     return name
 
 

@@ -97,6 +97,24 @@ ERNIE: dict[str, Any] = {
     "strategy": {"num_microbatches": 1},
 }
 """Biases select experts beside a softmax."""
+QWEN3_NEXT: dict[str, Any] = {
+    "model": {
+        **LLAMA,
+        "model_type": "qwen3_next",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    },
+    "strategy": {"num_microbatches": 1},
+}
+"""Two kinds of layers; convolutions and decays are split over tp."""
 APERTUS: dict[str, Any] = {"model": {**LLAMA, "model_type": "apertus"}}
 """Parameters and constants of activations are replicated."""
 EP2: Layout = (2, {"ep": 2})
@@ -131,6 +149,12 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             DEEPSEEK,
             [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
             id="deepseek_v3",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            QWEN3_NEXT,
+            [TP2_EP2, ONE, PP2_EP2, _unsharded(TP2_EP2)],
+            id="qwen3_next",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(

@@ -27,6 +27,7 @@ from tests.convert.directories import (
 from tests.convert.legacy.layouts import flat, load
 from tests.convert.weights import weights_of
 from tests.families.test_experts import mixture
+from tests.families.test_gpts import gpt_model
 from tests.marks import exhaustive
 from tests.parity.comparison import assert_same
 from tests.ranks import run_ranks
@@ -95,8 +96,15 @@ def test_round_trip_through_every_format_is_exact(tmp_path: Path, name: str) -> 
         ("qwen2_moe", {"mlp_only_layers": [1]}),
         ("gpt_oss", {}),
         ("deepseek_v3", {}),
+        ("qwen3_next", {}),
     ],
-    ids=["stacked", "numbered layers", "experts in one tensor", "latent attention"],
+    ids=[
+        "stacked",
+        "numbered layers",
+        "experts in one tensor",
+        "latent attention",
+        "linear attention",
+    ],
 )
 def test_experts_round_trip_and_legacy_format_is_refused(
     tmp_path: Path, family: str, fields: dict[str, Any]
@@ -116,6 +124,12 @@ def test_experts_round_trip_and_legacy_format_is_refused(
 def test_legacy_format_has_no_latent_attention(tmp_path: Path) -> None:
     mixture("deepseek_v3", first_k_dense_replace=4).save_pretrained(tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"got latent attention \(deepseek_v3\)"):
+        converted(tmp_path / "hf", tmp_path / "legacy", to="megatron-legacy")
+
+
+def test_legacy_format_has_no_linear_attention(tmp_path: Path) -> None:
+    gpt_model("qwen3_5_text", {}).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"got linear attention or gates \(qwen3_5_text\)"):
         converted(tmp_path / "hf", tmp_path / "legacy", to="megatron-legacy")
 
 

@@ -1,4 +1,4 @@
-"""Model directories in other forms than ``save_pretrained`` writes: FP8 weights, and further layers."""
+"""Model directories in other forms than ``save_pretrained`` writes: FP8 weights, further layers, larger models."""
 
 import json
 import re
@@ -32,6 +32,7 @@ _WHOLE_BLOCKS: dict[str, Any] = {
     "q_lora_rank": 32,
 }
 """Sizes of a tiny DeepSeek-V3 that are multiples of a block."""
+_TWO_KINDS = ["linear_attention", "full_attention"]
 _QUANTIZED = re.compile(r".*(?:_proj|_proj_with_mqa)\.weight")
 
 
@@ -115,3 +116,28 @@ def test_layers_of_multi_token_prediction_are_left_out_with_a_warning(
     converted(tmp_path / "source", tmp_path / "saved")
     assert tensors_in(tmp_path / "saved").keys() == expected.keys()
     assert f"left out, as transformers does: layers {layers} of multi-token" in caplog.text
+
+
+def test_language_models_are_read_from_files_of_larger_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen 3.5 is published: experts in one tensor, images, and multi-token prediction."""
+    model = mixture("qwen3_5_moe_text", num_hidden_layers=2, layer_types=_TWO_KINDS)
+    model.save_pretrained(tmp_path / "source", save_original_format=False)
+    source = tmp_path / "source"
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
+    more = ("model.visual.patch_embed.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+    tensors |= {name: torch.ones(2, 3) for name in more}
+    _rewrite(source, tensors, mtp_num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "expected")
+    converted(source, tmp_path / "saved")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")
+    saved = tensors_in(tmp_path / "saved")
+    assert saved.keys() == expected.keys()
+    assert all(saved[name].equal(tensor) for name, tensor in expected.items())
+    assert "left out, as transformers does: layers 0 of multi-token prediction" in caplog.text
+    assert "left out, as transformers does: 1 tensors of images" in caplog.text
