@@ -60,7 +60,7 @@ class DecoderNames:
     linear_attention: str = "linear_attn"
     """Module of linear attention."""
     in_proj: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    """Its projections. Two (queries, keys, values and gates; rates and decays) are grouped by key head, four are not."""
+    """Its projections. Two (queries, keys, values, gates; rates, decays) are grouped by key head, four are not."""
     post_attention_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

@@ -75,8 +75,6 @@ class HuggingFaceSource(Source):
             config = read_json(path)
         self.metadata = {"config": config}
         self.companions = path
-        self._vision: list[str] = []
-        """Tensors of images."""
 
     def describe(self, config: Path | None) -> Description:
         """See ``Source``; reads no weights, except T5's embedding and output layer to find out if they are tied."""
@@ -120,11 +118,12 @@ class HuggingFaceSource(Source):
         others = {name: actual[name] for name in actual.keys() - keys.keys()}
         left_out = self._predicting(others, model)
         of_other_heads: list[str] = []
+        of_images: list[str] = []
         for name, in_file in others.items():
             if in_file in left_out or NO_WEIGHTS.search(in_file):
                 continue
             if family.names.nested_base and name.startswith(_VISION):
-                self._vision.append(in_file)
+                of_images.append(in_file)
                 continue
             if any(re.search(pattern, name) for pattern in ignorable):
                 continue
@@ -138,7 +137,7 @@ class HuggingFaceSource(Source):
         self.check(model, found, required)
         if dist.get_rank() == 0:
             self._compare_ties(model, ties)
-            self._warn_of_left_out(left_out, of_other_heads)
+            self._warn_of_left_out(left_out, of_images, of_other_heads)
 
         self._dtypes: dict[Key, torch.dtype] = {}
         for key, own_names in names_of.items():
@@ -151,6 +150,7 @@ class HuggingFaceSource(Source):
     def _warn_of_left_out(
         self,
         predicting: Mapping[str, int],
+        of_images: Collection[str],
         of_other_heads: Collection[str],
     ) -> None:
         if predicting:
@@ -159,10 +159,10 @@ class HuggingFaceSource(Source):
                 ", ".join(map(str, sorted(set(predicting.values())))),
                 self.path,
             )
-        if self._vision:
+        if of_images:
             _log.warning(
                 "left out, as transformers does: %d tensors of images in %s",
-                len(self._vision),
+                len(of_images),
                 self.path,
             )
         if of_other_heads:

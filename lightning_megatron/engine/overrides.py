@@ -69,8 +69,8 @@ _REFUSED: dict[type, dict[str, str]] = {
     TransformerConfig: {
         _MODEL: f"{' '.join(SAME_NAME_FIELDS)} activation_func softmax_scale init_method_std num_moe_experts "
         "moe_layer_freq moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff "
-        "moe_shared_expert_intermediate_size moe_shared_expert_gate linear_attention_freq experimental_attention_variant "
-        "linear_*_dim linear_num_*_heads",
+        "moe_shared_expert_intermediate_size moe_shared_expert_gate experimental_attention_variant "
+        "linear_attention_freq linear_*_dim linear_num_*_heads",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
         "use MegatronStrategy(tp=)": "tensor_model_parallel_size",
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",

@@ -165,8 +165,8 @@ def check_fp8(
         )
     if model.linear_attention is not None:
         raise ConfigError(
-            f"fp8: expected attention in every layer, got linear attention ({model.family}), which is computed in bf16; "
-            "leave fp8 out"
+            f"fp8: expected attention in every layer, got linear attention ({model.family}), whose projections are "
+            "computed in bf16; leave fp8 out"
         )
     if params_dtype is not torch.bfloat16:
         name = str(params_dtype).removeprefix("torch.")

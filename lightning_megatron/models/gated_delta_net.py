@@ -7,7 +7,7 @@ delta rule computes the outputs, which are normalized, gated and projected.
 Modules have the names of megatron-core 0.16.1, ssm/gated_delta_net.py. Its own ``GatedDeltaNet`` is not used: it needs
 flash-linear-attention, so a GPU, ignores padding and documents, and has no state for generation. The rows of its
 projection are ordered by what they are, and split in checkpoints (``in_proj.weight.query`` and so on); here they are
-ordered by key head, as those of queries, keys and values are in attention, so that tp splits them like any other linear.
+ordered by key head, as those of queries, keys and values are in attention, so that tp splits them as in any linear.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _rows_of(segments: Tensor) -> _Rows:
     places = torch.arange(segments.shape[1], device=segments.device)
     last_token = torch.where(is_token, places, 0).cummax(-1).values
     filled = segments.gather(-1, last_token)
-    begins = filled != filled.roll(1, -1)
+    begins = torch.ne(filled, torch.roll(filled, 1, -1))
     begins[:, 0] = False
     return _Rows(is_token.mT.contiguous(), begins.cumsum(-1).mT.contiguous())
 

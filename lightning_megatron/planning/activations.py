@@ -111,6 +111,6 @@ def _linear_attention_bytes(model: ModelConfig) -> float:
     assert linear is not None
     key = linear.key_head_dim
     value = linear.value_head_dim
-    of_head = 2 * (7 * key + 6 * value) + (3 * 2 + 2 * 4) * _CHUNK
+    of_head = 2.0 * (7 * key + 6 * value) + (3 * 2 + 2 * 4) * _CHUNK
     of_head += 2 * key * (key + value) / _CHUNK
     return 2.0 * (sum(linear.sizes) + linear.conv_size) + linear.num_value_heads * of_head

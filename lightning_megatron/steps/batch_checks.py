@@ -236,3 +236,28 @@ def check_token_inputs(
             raise DataError(
                 "attention_mask: expected integers, got fractions; use 0 for padding, else segment numbers"
             )
+        if model.linear_attention is not None:
+            _check_segments_are_runs(mask, model)
+
+
+def _check_segments_are_runs(mask: Tensor, model: ModelConfig) -> None:
+    """Check that no segment of a row goes on after another one, as a state cannot go back to it.
+
+    Args:
+        mask: [b, s], segment numbers; padding, 0, may be anywhere.
+        model: The model, for the message.
+
+    Raises:
+        DataError: With the first such row.
+    """
+    if not bool((mask > 1).any()):
+        return
+    for number, row in enumerate(mask):
+        tokens = row[row != 0]
+        runs = torch.unique_consecutive(tokens)
+        if len(runs) != len(torch.unique(tokens)):
+            raise DataError(
+                f"attention_mask[{number}]: expected each segment's tokens one after the other for a {model.family} "
+                "model, whose linear attention reads a row from its first token to its last, got a segment that goes "
+                "on after another; sort the row by segment"
+            )

@@ -41,6 +41,8 @@ ELSEWHERE = {
     "gpt_oss",
     "deepseek_v3",
     "ernie4_5_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
 }
 """Families with experts, compared in tests/families/test_experts.py."""
 _WORDS: dict[str, str] = {
@@ -68,6 +70,8 @@ _WORDS: dict[str, str] = {
     "residual_multiplier": "multiplied residuals",
     "logits_multiplier": "multiplied logits",
     "query_scaling_beta": "queries multiplied by position",
+    "linear_attention": "gated delta nets",
+    "attention_output_gate": "gates of attention",
 }
 """Text on the page for ``ModelConfig`` fields that differ from GPT-2's."""
 _POSITIONS = {

@@ -137,12 +137,15 @@ RARER_CASES: tuple[tuple[str, str, Layout], ...] = (
     *(("falcon", head, FOUR_RANKS) for head in HEADS if head != "classes"),
     *(
         (family, head, Layout())
-        for family in ("gemma2", "gemma3_text", "bloom", "opt", "olmo2", "phi3", "gpt_bigcode")
+        for family in (
+            *("gemma2", "gemma3_text", "bloom", "opt", "olmo2", "phi3", "gpt_bigcode"),
+            "qwen3_5_text",
+        )
         for head in ("classes", "classes, left")
     ),
     *(
         (family, head, replace(TP2_SP, ep=2))
-        for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+        for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
         for head in ("classes", "classes of tokens")
     ),
     ("llama", "classes", TP2),

@@ -42,6 +42,7 @@ EVERY = (
     "falcon_alibi",
     "gemma2",
     "latent_dense",
+    "qwen3_5_text",
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -117,6 +118,8 @@ def test_static_cache_is_the_default_where_it_is_possible_and_pays() -> None:
         "deepseek_v3",
         "gpt_oss",
         "ernie4_5_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
     )
     assert {name for name in MODELS if not uses_static_cache(None, 8, model_of(name), gpu)} == set(
         dynamic

@@ -6,9 +6,9 @@ Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464), section 3. A head's state S
 
 with a decay a = exp(g) and a rate b, and normalized q and k. Within a chunk all updates are a triangular system (the WY
 representation of section 3.3): with inclusive sums G of g, D_ij = exp(G_i - G_j) and T the inverse of 1 + the strictly
-lower triangle of b_i (k_i k_j) D_ij, tokens write U - W S for U = T (b v), W = T (b exp(G) k), and S is the state before
-the chunk. From chunk to chunk the state is multiplied by a matrix, and something is added: a linear recurrence, with one
-matrix product for each chunk. All else is computed for all chunks at once.
+lower triangle of b_i (k_i k_j) D_ij, tokens write U - W S for U = T (b v), W = T (b exp(G) k), and S is the state
+before the chunk. From chunk to chunk the state is multiplied by a matrix, and something is added: a linear recurrence,
+with one matrix product for each chunk. All else is computed for all chunks at once.
 
 Documents of a row do not see each other: the decay between tokens of two documents is 0.
 """
@@ -224,8 +224,7 @@ class _Scan(torch.autograd.Function):
 
 def _transitions(overlaps: Tensor, carried: Tensor) -> Tensor:
     """Matrices of the recurrence, [n, h, dk, dk], fp32."""
-    identity = torch.eye(overlaps.shape[-1], dtype=torch.float32, device=overlaps.device)
-    return carried[..., None, None] * identity - overlaps.float()
+    return torch.diag_embed(carried[..., None].expand(overlaps.shape[:-1])) - overlaps.float()
 
 
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:

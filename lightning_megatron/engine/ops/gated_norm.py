@@ -28,7 +28,9 @@ class GatedNorm(torch.nn.Module):
         """
         super().__init__()
         device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.ones(width, dtype=config.params_dtype, device=device)
+        )
         self.eps: float = config.layernorm_epsilon
         self._is_split = config.tensor_model_parallel_size > 1
 

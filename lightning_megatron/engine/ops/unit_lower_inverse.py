@@ -1,8 +1,8 @@
 """Inverse of unit lower triangular matrices, many small ones at once, by forward substitution.
 
 Diagonal blocks are inverted row by row, and then merged in pairs: the inverse of [[A, 0], [C, D]] is [[A', 0],
-[-D' C A', D']], with the inverses A' and D'. A series of powers of C would need fewer kernels, but loses all digits where
-the entries are near 1: they become binomial coefficients.
+[-D' C A', D']], with the inverses A' and D'. A series of powers of the matrix would need fewer kernels, but loses all
+digits where entries are near 1: those of its powers are binomial coefficients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _UnitLowerInverse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         of_product = inverse.mT @ gradients[0] @ inverse.mT
-        return -of_product.tril(-1)
+        return -torch.tril(of_product, -1)
 
 
 def _inverse(strictly_lower: Tensor) -> Tensor:
