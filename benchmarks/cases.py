@@ -171,6 +171,9 @@ QWEN3_30B_A3B: Mapping[str, Any] = {
 MOONLIGHT_16B_A3B: Mapping[str, Any] = SHAPES["moonlight-16b-a3b"]
 """Moonlight-16B-A3B (Moonshot AI 2025, arXiv 2502.16982): latent attention with heads of 192 and 128, 64 experts."""
 
+QWEN3_NEXT_80B_A3B: Mapping[str, Any] = SHAPES["qwen3-next-80b-a3b"]
+"""Qwen3-Next-80B-A3B (Qwen Team 2025): gated delta nets in three of four layers, 512 experts."""
+
 GPT_OSS_20B: Mapping[str, Any] = {
     "model_type": "gpt_oss",
     "vocab_size": 201088,
@@ -326,6 +329,15 @@ _BF16_CASES: tuple[Case, ...] = (
         {**GPT_OSS_20B, "num_hidden_layers": 6},
         4096,
         2,
+        8,
+    ),
+    Case(
+        # Three layers with gated delta nets and one with attention. In bf16, with 18 bytes per parameter, their 7.1
+        # billion take 119 GiB: one row at a time.
+        "qwen3-next-4layers",
+        {**QWEN3_NEXT_80B_A3B, "num_hidden_layers": 4},
+        4096,
+        1,
         8,
     ),
     Case("bert-large", BERT_LARGE, 512, 32, 2),

@@ -19,6 +19,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from benchmarks.cases import Case
@@ -35,6 +36,7 @@ LAYERS: dict[str, type[torch.nn.Module]] = {
     "llama": LlamaDecoderLayer,
     "megatron-bert": MegatronBertLayer,
     "qwen3_moe": Qwen3MoeDecoderLayer,
+    "qwen3_next": Qwen3NextDecoderLayer,
     "t5": T5Block,
 }
 """Layer class by model type, the unit of compilation and sharding."""

@@ -151,13 +151,11 @@ class GatedDeltaNet(MegatronModule):
             heads: [s, b, hk/tp, ...], what ``in_proj`` makes for each key head.
             attention_mask: As for ``forward``.
         """
-        is_token = None
-        documents = None
+        rows = _Rows(None, None)
         if attention_mask is not None:
             rows = MASK_CACHE.get(attention_mask, "recurrence", _rows_of)
-            is_token, documents = rows
-        inputs = self._inputs(heads, is_token, documents, None)
-        attended, _ = gated_delta_rule(*inputs, documents=documents)
+        inputs = self._inputs(heads, rows, None)
+        attended, _ = gated_delta_rule(*inputs, documents=rows.documents)
         return self._normalize(attended, heads)
 
     def _attend_cached(self, heads: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -172,7 +170,7 @@ class GatedDeltaNet(MegatronModule):
         mixed = heads[..., : self._mixed_width]
         if is_token is not None:
             mixed = mixed * is_token[..., None, None]
-        inputs = self._inputs(heads, is_token, None, before)
+        inputs = self._inputs(heads, _Rows(is_token, None), before)
         attended, state = gated_delta_rule(*inputs, state=state)
         cache.update(mixed, self.linear.conv_kernel_dim - 1, state)
         return self._normalize(attended, heads)
@@ -185,8 +183,7 @@ class GatedDeltaNet(MegatronModule):
     def _inputs(
         self,
         heads: Tensor,
-        is_token: Tensor | None,
-        documents: Tensor | None,
+        rows: _Rows,
         before: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the gated delta rule: queries, keys, values, decays and rates."""
@@ -196,8 +193,7 @@ class GatedDeltaNet(MegatronModule):
             self.A_log,
             self.dt_bias,
             self._widths,
-            is_token,
-            documents,
+            rows,
             before,
         )
         return inputs
@@ -244,10 +240,10 @@ class GatedDeltaNet(MegatronModule):
 class _Rows(NamedTuple):
     """What the recurrence needs of an attention mask."""
 
-    is_token: Tensor
-    """[s, b], bool, False for padding."""
-    documents: Tensor
-    """[s, b], int64: runs of the same segment, whose tokens do not see earlier ones."""
+    is_token: Tensor | None
+    """[s, b], bool, False for padding; None for no padding."""
+    documents: Tensor | None
+    """[s, b], int64: runs of the same segment, whose tokens do not see earlier ones; None for one."""
 
 
 def _rows_of(segments: Tensor) -> _Rows:
@@ -267,8 +263,7 @@ def _rule_inputs(
     log_rates: Tensor,
     biases: Tensor,
     widths: tuple[int, int, int],
-    is_token: Tensor | None,
-    documents: Tensor | None,
+    rows: _Rows,
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the gated delta rule: queries, keys, values, logarithms of decays, and rates.
@@ -281,19 +276,18 @@ def _rule_inputs(
         log_rates: [hv/tp].
         biases: [hv/tp].
         widths: Dimensions of a head's keys and of its values, and value heads of a key head.
-        is_token: [s, b], bool; None for no padding.
-        documents: [s, b]; None for one.
+        rows: Padding and documents.
         before: [k - 1, b, hk/tp, ...], values of channels before the first token; None for zeros.
     """
     keys, values, repeats = widths
     channels = 2 * keys + repeats * values
     mixed = heads[..., :channels]
     scalars = heads[..., channels + repeats * values :].float()
-    if is_token is not None:
-        mixed = mixed * is_token[..., None, None]
-        scalars = scalars * is_token[..., None, None]
+    if rows.is_token is not None:
+        mixed = mixed * rows.is_token[..., None, None]
+        scalars = scalars * rows.is_token[..., None, None]
     weight = conv_weight.view(heads.shape[2], channels, -1)
-    convolved = convolve(mixed, weight, documents, before)
+    convolved = convolve(mixed, weight, rows.documents, before)
     query, key, value = convolved.split((keys, keys, repeats * values), dim=-1)
     of_rates, of_decays = scalars.split(repeats, dim=-1)
     steps = F.softplus(of_decays.flatten(2) + biases.float())

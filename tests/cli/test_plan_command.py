@@ -84,6 +84,7 @@ PUBLISHED_BILLIONS = {
     "mixtral-8x7b": 46.7,
     "qwen3-30b-a3b": 30.5,
     "moonlight-16b-a3b": 16.0,
+    "qwen3-next-80b-a3b": 79.7,  # of about 80, without multi-token prediction
     "deepseek-v3": 671.0,
     "t5-large": 0.738,
     "t5-3b": 2.85,

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.convert.registry import known_families
 from lightning_megatron.engine.ops.xielu import ALPHAS, CONSTANTS
+from lightning_megatron.models.gated_delta_net import DECAYS, STEPS
 from lightning_megatron.models.t5_layout import t5_layout
 from lightning_megatron.planning.parameters import rank_parameters
 from tests.families.cards import ELSEWHERE, LAYOUTS, PAGE, description, lines_of_page, models, page
@@ -114,7 +115,16 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
         std = 0.1
         if model.scaled_residual_init and shard.key.endswith(_RESIDUAL_OUTPUTS):
             std /= math.sqrt(2 * model.num_layers)
-        if shard.key.endswith("bias"):
+        if shard.key.endswith(STEPS):
+            is_right = bool((shard.data == 1).all())
+        elif shard.key.endswith(DECAYS):
+            is_right = bool(
+                (shard.data >= math.log(0.01)).all() and (shard.data < math.log(16)).all()
+            )
+            is_right = is_right and bool(shard.data.std() > 0)
+        elif shard.key.endswith("out_norm.weight"):
+            is_right = bool((shard.data == 1).all())
+        elif shard.key.endswith("bias"):
             is_right = bool((shard.data == 0).all())
         elif shard.key.endswith(ALPHAS):
             of_slopes = torch.log(torch.expm1(torch.tensor([0.8, 0.8 - 0.5])))
