@@ -208,7 +208,7 @@ class GatedDeltaNet(MegatronModule):
         """Normalize and gate outputs, [s, b, hv/tp, dv]: [s, b, hv/tp * dv]."""
         start = self._mixed_width
         gates = heads[..., start : start + self.linear.value_size // self.linear.num_key_heads]
-        normalized = self.out_norm(attended, gates.reshape(attended.shape))
+        normalized: Tensor = self.out_norm(attended, gates.reshape(attended.shape))
         return normalized.flatten(2)
 
     def sharded_state_dict(

@@ -149,14 +149,16 @@ def _in_chunks(x: Tensor) -> Tensor:
     """[s, b, h, ...] as [n, b * h, C, ...], with zeros after the last token."""
     missing = -len(x) % CHUNK
     padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
-    return padded.unflatten(0, (-1, CHUNK)).movedim(1, 3).flatten(1, 2)
+    chunks: Tensor = padded.unflatten(0, (-1, CHUNK))
+    return chunks.movedim(1, 3).flatten(1, 2)
 
 
 def _documents_in_chunks(documents: Tensor, heads: int) -> Tensor:
     """Documents of tokens, [s, b], as [n, b * h, C]; what is after the last token belongs to its document."""
     missing = -len(documents) % CHUNK
     padded = torch.cat((documents, documents[-1:].expand(missing, -1)))
-    in_chunks = padded.unflatten(0, (-1, CHUNK)).movedim(1, 2)
+    chunks: Tensor = padded.unflatten(0, (-1, CHUNK))
+    in_chunks = chunks.movedim(1, 2)
     return in_chunks.repeat_interleave(heads, dim=1)
 
 

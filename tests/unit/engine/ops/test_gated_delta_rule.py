@@ -14,9 +14,11 @@ modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_ne
 HEADS = {"rows": 2, "keys": 2, "values": 4, "key": 8, "value": 12}
 
 
-def _inputs(length: int, device: str = "cpu", **sizes: int) -> dict[str, Tensor]:
+def _inputs(length: int, device: str = "cpu", width: int | None = None) -> dict[str, Tensor]:
     """Queries, keys, values, decays and rates of a sequence, and a state, [s, b, ...], which need gradients."""
-    n = {**HEADS, **sizes}
+    n = dict(HEADS)
+    if width is not None:
+        n |= {"key": width, "value": width}
     generator = torch.Generator().manual_seed(length)
 
     def random(*shape: int) -> Tensor:
@@ -143,14 +145,13 @@ def test_inverse_and_its_gradient_equal_those_of_torch() -> None:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_chunks_equal_the_cpu(dtype: torch.dtype, has_documents: bool) -> None:
-    sizes = {"key": 128, "value": 128}
     length = 5 * CHUNK + 7
     documents = None
     if has_documents:
         documents = torch.arange(length)[:, None].expand(-1, 2) // 50
-    exact = _inputs(length, **sizes)
+    exact = _inputs(length, width=128)
     expected = gated_delta_rule(**exact, documents=documents)
-    ours = _inputs(length, "cuda", **sizes)
+    ours = _inputs(length, "cuda", 128)
     narrow = {
         name: tensor.to(dtype) if name in ("query", "key", "value") else tensor
         for name, tensor in ours.items()
