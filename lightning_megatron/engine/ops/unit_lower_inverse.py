@@ -1,8 +1,9 @@
-"""Inverse of unit lower triangular matrices, many small ones at once, by forward substitution.
+"""Inverse of unit lower triangular matrices, many small ones at once, by products of blocks.
 
-Diagonal blocks are inverted row by row, and then merged in pairs: the inverse of [[A, 0], [C, D]] is [[A', 0],
-[-D' C A', D']], with the inverses A' and D'. A series of powers of the matrix would need fewer kernels, but loses all
-digits where entries are near 1: those of its powers are binomial coefficients.
+Diagonal blocks are merged in pairs, from single rows on: the inverse of [[A, 0], [C, D]] is [[A', 0], [-D' C A', D']],
+with the inverses A' and D'. A series of powers of the matrix would need fewer products, but loses all digits where
+entries are near 1: those of its powers are binomial coefficients. A triangular solver has as many steps as there are
+rows.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.engine.ops.compiled import compiled_for
-
 _BLOCK = 16
-"""Rows of a diagonal block."""
+"""Rows of blocks that are inverted by themselves; larger ones are merged as parts of the whole matrix."""
 
 
 def unit_lower_inverse(strictly_lower: Tensor) -> Tensor:
@@ -33,7 +32,15 @@ class _UnitLowerInverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strictly_lower: Tensor) -> Tensor:
-        inverse: Tensor = compiled_for(strictly_lower, _inverse)(strictly_lower)
+        size = strictly_lower.shape[-1]
+        matrices = strictly_lower.reshape(-1, size, size)
+        in_blocks = matrices.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
+        blocks = in_blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).flatten(0, 1)
+        identity = torch.eye(_BLOCK, dtype=blocks.dtype, device=blocks.device)
+        # Of pairs of rows the inverse is known: with the sign changed below the diagonal.
+        of_blocks = _merged(identity - blocks * _is_below(_BLOCK, 1, blocks.device), blocks, 2)
+        of_diagonal = _spread(of_blocks.unflatten(0, (-1, size // _BLOCK)))
+        inverse = _merged(of_diagonal, matrices, _BLOCK).view_as(strictly_lower)
         ctx.save_for_backward(inverse)
         return inverse
 
@@ -44,38 +51,25 @@ class _UnitLowerInverse(torch.autograd.Function):
         return -torch.tril(of_product, -1)
 
 
-def _inverse(strictly_lower: Tensor) -> Tensor:
-    size = strictly_lower.shape[-1]
-    inverse = _spread(_inverse_of_blocks(strictly_lower))
-    rows = torch.arange(size, device=strictly_lower.device)
-    width = _BLOCK
+def _merged(inverse: Tensor, matrices: Tensor, width: int) -> Tensor:
+    """Inverses of matrices, [m, n, n], of those of their diagonal blocks of ``width`` rows, with zeros elsewhere."""
+    size = matrices.shape[-1]
     while width < size:
-        blocks = rows // width
-        is_below = (blocks[:, None] == blocks + 1) & (blocks % 2 == 0)
-        below = strictly_lower * is_below
-        inverse = inverse - inverse @ below @ inverse
+        below = matrices * _is_below(size, width, matrices.device)
+        inverse = torch.baddbmm(inverse, torch.bmm(inverse, below), inverse, alpha=-1)
         width *= 2
     return inverse
 
 
-def _inverse_of_blocks(strictly_lower: Tensor) -> Tensor:
-    """Inverses of the diagonal blocks: [..., n / 16, 16, 16]."""
-    in_blocks = strictly_lower.unflatten(-1, (-1, _BLOCK)).unflatten(-3, (-1, _BLOCK))
-    blocks = in_blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-    identity = torch.eye(_BLOCK, dtype=blocks.dtype, device=blocks.device)
-    rows: list[Tensor] = []
-    for i in range(_BLOCK):
-        row = identity[i].expand(blocks.shape[:-1])
-        # Elementwise over columns and matrices, so that a compiler makes one kernel of all rows.
-        for j in range(i):
-            row = row - blocks[..., i, j, None] * rows[j]
-        rows.append(row)
-    return torch.stack(rows, dim=-2)
+def _is_below(size: int, width: int, device: torch.device) -> Tensor:
+    """[size, size], bool: the block below the diagonal of each pair of blocks of ``width`` rows."""
+    blocks = torch.arange(size, device=device) // width
+    is_first = blocks % 2 == 0
+    return (blocks[:, None] == blocks + 1) & is_first
 
 
 def _spread(blocks: Tensor) -> Tensor:
-    """Matrices, [..., n, n], with these diagonal blocks, [..., n / 16, 16, 16], and zeros elsewhere."""
-    count = blocks.shape[-3]
-    identity = torch.eye(count, dtype=blocks.dtype, device=blocks.device)
-    spread = blocks[..., :, :, None, :] * identity[:, None, :, None]
-    return spread.flatten(-4, -3).flatten(-2, -1)
+    """Matrices, [m, k * n, k * n], with these diagonal blocks, [m, k, n, n], and zeros elsewhere."""
+    identity = torch.eye(blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
+    spread = blocks[:, :, :, None, :] * identity[:, None, :, None]
+    return spread.flatten(3, 4).flatten(1, 2)
