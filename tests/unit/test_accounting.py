@@ -212,8 +212,9 @@ def test_adapters_of_linear_attention_and_of_gates_are_counted() -> None:
     linear = (h + 2 * 2 * 6 + 2 * 4 * 10) + (h + 2 * 4) + (4 * 10 + h)
     attention = (h + 2 * 4 * 8) + 2 * (h + 2 * 8) + (4 * 8 + h)
     dense = 2 * (h + ffn) + ffn + h
+    shared = 2 * (h + 20) + 20 + h
     adapted = with_adapters(model, LoRA(rank=3))
-    assert adapter_parameters(adapted) == 3 * (3 * linear + attention + dense)
+    assert adapter_parameters(adapted) == 3 * (3 * linear + attention + dense + 3 * shared)
 
 
 def test_flops_of_linear_attention_are_those_of_its_recurrence() -> None:
