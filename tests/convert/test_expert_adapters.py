@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_megatron.convert.peft import AdapterSource, LoRA, with_adapters
+from lightning_megatron import MegatronModule
+from lightning_megatron.convert.peft import (
+    AdapterSource,
+    LoRA,
+    check_expert_format,
+    with_adapters,
+)
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.convert.directories import converted, tensors_in
@@ -241,16 +247,18 @@ def test_file_with_gate_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_form_that_would_do_nothing_or_does_not_exist_is_refused(tmp_path: Path) -> None:
-    run_ranks(save_initial, 1, str(tmp_path), "gpt_oss", {**ATTENTION, **EXPERTS})
-    stacked: dict[str, Any] = {"base": tmp_path / "base", "expert_format": "per_expert"}
+    lora = LoRA(targets=("q_proj",), target_parameters=("experts.down_proj",))
+    stacked = with_adapters(model_config({"model_type": "gpt_oss"}), lora)
     with pytest.raises(ConfigError, match="got gpt_oss, whose experts are one parameter"):
-        converted(tmp_path / "initial", tmp_path / "out", to="peft", **stacked)
+        check_expert_format(stacked, "per_expert")
+    with pytest.raises(ConfigError, match="expert_format"):
+        check_expert_format(stacked, "separate")
+    options: dict[str, Any] = {"expert_format": "per_expert"}
     with pytest.raises(ConfigError, match="expert_format=per_expert would do nothing with to=hf"):
-        converted(tmp_path / "initial", tmp_path / "out", **stacked)
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    run_ranks(save_initial, 1, str(plain), "qwen3_moe", ATTENTION)
-    separate: dict[str, Any] = {"base": plain / "base", "expert_format": "per_expert"}
+        converted(tmp_path / "adapter", tmp_path / "out", **options)
+    module = MegatronModule(model={"model_type": "qwen3_moe"}, lora=lora)
     with pytest.raises(ConfigError, match="expected adapters of routed experts, got none"):
-        converted(plain / "initial", tmp_path / "out", to="peft", **separate)
+        module.save_pretrained(tmp_path / "out", merge=True, **options)
+    with pytest.raises(ConfigError, match="there is no model to save"):
+        module.save_pretrained(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -80,7 +80,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "output_router_logits": False,
     },
-    "olmoe": {"num_experts": 8},
+    "olmoe": {"num_experts": 8, "num_hidden_layers": 4},
 }
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 ALL = {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], **EXPERTS}
@@ -146,12 +146,13 @@ def save_per_expert(folder: str, family: str) -> None:
     Path(folder, "initial", "adapter_config.json").write_text(json.dumps(config))
 
 
-def _train(case: Case, folder: str) -> tuple[Outcome, Tensor]:
-    """Train the saved adapter, save it and the merged model; return the outcome and the final logits."""
+def _train(case: Case, folder: str) -> tuple[Outcome, Tensor, Tensor]:
+    """Train and save the saved adapter; return the outcome, and logits with and without adapters."""
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import MegatronModule
     from lightning_megatron.engine.optimizer_options import OptimizerOptions
+    from lightning_megatron.models.lora import adapters_off
 
     seed_everything(SEED, verbose=False)
     module: Any = MegatronModule(
@@ -166,7 +167,9 @@ def _train(case: Case, folder: str) -> tuple[Outcome, Tensor]:
     module.save_pretrained(f"{folder}/trained")
     module.save_pretrained(f"{folder}/merged", merge=True)
     assert torch.equal(module.logits(TOKENS), logits), "merging changed the adapters"
-    return outcome, logits.cpu()
+    with adapters_off(module.model_chunks):
+        without = module.logits(TOKENS)
+    return outcome, logits.cpu(), without.cpu()
 
 
 def with_peft(folder: str, adapter: str) -> Any:
@@ -178,22 +181,20 @@ def with_peft(folder: str, adapter: str) -> Any:
     return PeftModel.from_pretrained(model, f"{folder}/{adapter}", is_trainable=True)
 
 
-def _train_with_peft(case: Case, folder: str) -> tuple[Outcome, Tensor, Tensor, Tensor]:
-    """Outcome of ``peft``, and logits of the trained adapter, of its merged weights, and of ours."""
+def _train_with_peft(case: Case, folder: str) -> tuple[Outcome, Tensor, list[Tensor]]:
+    """Outcome of ``peft``; logits of the base; and of the trained adapter, its merged weights, and ours."""
     from transformers import AutoModelForCausalLM
 
     outcome = train_transformers(case, with_peft(folder, "initial"), {})
     trained = with_peft(folder, "trained").eval()
     merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged")
     with torch.no_grad():
-        logits = trained(input_ids=TOKENS).logits
-        their_merged = trained.merge_and_unload()
-        return (
-            outcome,
-            logits,
-            their_merged(input_ids=TOKENS).logits,
-            merged(input_ids=TOKENS).logits,
-        )
+        with trained.disable_adapter():
+            without = trained(input_ids=TOKENS).logits
+        logits = [trained(input_ids=TOKENS).logits]
+        for model in (trained.merge_and_unload(), merged):
+            logits.append(model(input_ids=TOKENS).logits)
+    return outcome, without, logits
 
 
 def _by_expert(gradients: Tensors, num_experts: int) -> Tensors:
@@ -262,6 +263,11 @@ RARER_CASES: dict[str, tuple[str, Layout, dict[str, Any] | None]] = {
         for family in OTHER_FAMILIES
     },
     "cp2_ep2": ("qwen3_moe", Layout(cp=2, ep=2), {**ATTENTION, **EXPERTS}),
+    "vpp2_ep2": (
+        "olmoe",
+        replace(EP2, pp=2, vpp=2, num_microbatches=2),
+        {**ATTENTION, **EXPERTS},
+    ),
     "selective_overlap": (
         "qwen3_moe",
         replace(EP2, recompute="selective", overlap_communication=True),
@@ -292,8 +298,8 @@ def test_training_adapters_of_experts_equals_peft(
         run_ranks(save_per_expert, 1, folder, family)
     else:
         run_ranks(save_initial, 1, folder, family, targets)
-    ours, logits = run_ranks(_train, layout.world_size, case, folder)[0]
-    ((theirs, *of_their_files),) = run_ranks(_train_with_peft, 1, case, folder)
+    ours, logits, without = run_ranks(_train, layout.world_size, case, folder)[0]
+    ((theirs, of_base, of_our_files),) = run_ranks(_train_with_peft, 1, case, folder)
     for name, weight in ours.weights.items():
         if ".lora_" not in name:
             assert torch.equal(weight, ours.initial_weights[name]), f"{name} is not frozen"
@@ -303,7 +309,8 @@ def test_training_adapters_of_experts_equals_peft(
     gradients = {name: each for name, each in ours.gradients.items() if ".lora_" in name}
     num_experts = 8 if family in OTHER_FAMILIES else NUM_EXPERTS
     assert_same_gradients(gradients, _by_expert(theirs.gradients, num_experts))
-    for expected in of_their_files:
+    torch.testing.assert_close(without, of_base, rtol=1e-5, atol=2e-5)
+    for expected in of_our_files:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -314,7 +321,7 @@ def test_bf16_on_a_gpu_is_close_to_peft_in_fp32(rank: int, tmp_path: Path) -> No
     targets = {**ATTENTION, **EXPERTS, "r": rank}
     run_ranks(save_initial, 1, folder, "qwen3_moe", targets)
     case = replace(CASE, accelerator="gpu", precision="bf16-mixed")
-    ((ours, _),) = run_ranks(_train, 1, case, folder)
+    ((ours, *_),) = run_ranks(_train, 1, case, folder)
     ((theirs, *_),) = run_ranks(_train_with_peft, 1, case, folder)
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-2)
 
@@ -367,3 +374,34 @@ def test_checkpoint_goes_on_at_another_layout_and_is_converted(tmp_path: Path) -
     assert names[f"{experts}linear_fc1_lora.A"].shape == (NUM_EXPERTS, 4, 32)
     assert names[f"{experts}linear_fc2_lora.B"].shape == (NUM_EXPERTS, 32, 2)
     assert all(name.endswith(("_lora.A", "_lora.B")) for name in names)
+
+
+def _train_with_dropout(case: Case, folder: str, dropout: float) -> list[float]:
+    from lightning.pytorch import seed_everything
+
+    from lightning_megatron import LoRA, MegatronModule
+
+    seed_everything(SEED, verbose=False)
+    module = MegatronModule(
+        model=f"{folder}/base",
+        pretrained=True,
+        lora=LoRA(rank=2, targets=(), target_parameters=("experts.down_proj",), dropout=dropout),
+        lr=0.05,
+    )
+    return train_module(module, case, loader_of(case)).losses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [EP2, TP2], ids=str)
+def test_dropout_drops_inputs_of_adapters_of_experts(layout: Layout, tmp_path: Path) -> None:
+    base_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    case = Case(steps=3, layout=layout)
+    recomputed = replace(case, layout=replace(layout, recompute="full"))
+    runs = ((case, 0.5), (case, 0.5), (recomputed, 0.5), (case, 0.0))
+    dropped, again, same, without = (
+        run_ranks(_train_with_dropout, 2, each, str(tmp_path), dropout)[0] for each, dropout in runs
+    )
+    assert dropped == again
+    assert dropped == pytest.approx(same, rel=1.5e-6)
+    assert dropped[0] == without[0], "B is zero at first"
+    assert dropped[-1] != without[-1]
