@@ -35,7 +35,7 @@ def orthogonalize(
     divisors = norms.clamp(min=EPSILON)
     if found_inf is not None:
         divisors = torch.where(found_inf == 0, divisors, torch.inf)
-    x = matrices / divisors
+    x: Tensor = matrices / divisors
     for _ in range(iterations):
         gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         of_gram = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
