@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_megatron.checkpoint.meta import META, check_complete, is_distributed
+from lightning_megatron.checkpoint.meta import BACKENDS, META, check_complete, is_distributed
 from lightning_megatron.checkpoint.plain_data import load_plain
 from lightning_megatron.checkpoint.schema import check_meta, is_meta
 from lightning_megatron.errors import CheckpointError
@@ -314,6 +314,8 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
 def _foreign_kind(path: Path) -> str | None:
     if (path / "config.json").is_file():
         return "a model of Hugging Face"
+    if (path / "weights" / BACKENDS).is_file():
+        return "a checkpoint of NeMo 2"
     # One of ours that lost its meta.pt is damaged.
     if is_distributed(path) and path.suffix != SUFFIX:
         return "a checkpoint that another program wrote with Megatron-Core"

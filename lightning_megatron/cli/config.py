@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.errors import ConfigError, require_divides
@@ -30,6 +29,7 @@ from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import local_folder
 from lightning_megatron.storage.paths import open_new
+from lightning_megatron.storage.yaml_limits import check_yaml_size
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig

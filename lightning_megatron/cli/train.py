@@ -34,7 +34,6 @@ from lightning_megatron import ProgressLine
 from lightning_megatron.checkpoint.find import check_writable
 from lightning_megatron.cli.doctor import check_accelerator
 from lightning_megatron.cli.option_errors import explain
-from lightning_megatron.cli.yaml_limits import check_yaml_size
 from lightning_megatron.errors import (
     LARGEST_WORLD,
     MOST_PROCESSES,
@@ -43,6 +42,7 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.registration import STRATEGY_SIZES
+from lightning_megatron.storage.yaml_limits import check_yaml_size
 from lightning_megatron.strategy import MegatronStrategy
 
 _PUBLIC = [getattr(lightning_megatron, name) for name in lightning_megatron.__all__]

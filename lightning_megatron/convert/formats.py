@@ -2,7 +2,7 @@
 
 No weight is read, no model is built and no code of a checkpoint is run. Known formats: directories of
 ``MegatronStrategy`` (``*.ckpt``), distributed checkpoints of Megatron-Core (``torch_dist``), legacy checkpoints of
-Megatron-LM (both also below ``iter_0000N``), Hugging Face model directories and ``peft`` adapters.
+Megatron-LM (both also below ``iter_0000N``), those of NeMo 2, Hugging Face model directories and ``peft`` adapters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from lightning_megatron.checkpoint.meta import META, is_distributed
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
 from lightning_megatron.convert.megatron_lm import MegatronLMSource
 from lightning_megatron.convert.megatron_lm_files import TRACKER_FILE, is_legacy
-from lightning_megatron.convert.peft import CONFIG, WEIGHTS, AdapterSource, describe_with_base
+from lightning_megatron.convert.nemo import WEIGHTS, NeMoSource, is_nemo
+from lightning_megatron.convert.peft import (
+    CONFIG,
+    AdapterSource,
+    describe_with_base,
+)
+from lightning_megatron.convert.peft import (
+    WEIGHTS as ADAPTERS,
+)
 from lightning_megatron.convert.source import ModelSource, Source
 from lightning_megatron.convert.torch_dist import CoreSource, StrategySource
 from lightning_megatron.convert.weight_files import directory_of, has_weights
@@ -101,6 +109,8 @@ def find_source(
         path = path.parent
     else:
         path = directory_of(path) or path
+    if path.name == WEIGHTS and is_nemo(path.parent):
+        path = path.parent
     path = iteration_folder(path, iteration)
     if (path / META).is_file():
         return StrategySource(path, ema=ema)
@@ -108,11 +118,13 @@ def find_source(
         raise ConfigError(
             f"ema=True: expected a *.ckpt of a run with the callback EMA, got {path}; leave it out"
         )
+    if is_nemo(path):
+        return NeMoSource(path)
     if is_distributed(path):
         return CoreSource(path)
     if has_weights(path):
         return HuggingFaceSource(path)
-    if (path / CONFIG).is_file() and (path / WEIGHTS).is_file():
+    if (path / CONFIG).is_file() and (path / ADAPTERS).is_file():
         return AdapterSource(path)
     if is_legacy(path):
         return MegatronLMSource(path)
@@ -157,7 +169,7 @@ def open_source(
         raise CheckpointError(
             f"load_path={path}: expected a Hugging Face model directory with weights, a *.ckpt of MegatronStrategy, a "
             "checkpoint of Megatron-Core (torch_dist) or of Megatron-LM (mp_rank_*/model_optim_rng.pt), NVIDIA's .zip "
-            f"of one, or an adapter ({WEIGHTS}), got {found}; give one of these"
+            f"of one, one of NeMo 2 (weights/, context/), or an adapter ({ADAPTERS}), got {found}; give one of these"
         )
     if not source.has_base_weights:
         described = describe_with_base(source, config, base)

@@ -65,20 +65,20 @@ def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any]:
     arguments = arguments_of(state)
     names = sorted((name for name in arguments if name != HUGGING_FACE_CONFIG), key=str)
     return {
-        "checkpoint_version": _as_plain_data(state.get("checkpoint_version")),
-        "iteration": _as_plain_data(state.get("iteration")),
-        "consumed_samples": _as_plain_data(arguments.get("consumed_train_samples")) or None,
-        "args": {str(name): _as_plain_data(arguments[name]) for name in names},
+        "checkpoint_version": as_plain_data(state.get("checkpoint_version")),
+        "iteration": as_plain_data(state.get("iteration")),
+        "consumed_samples": as_plain_data(arguments.get("consumed_train_samples")) or None,
+        "args": {str(name): as_plain_data(arguments[name]) for name in names},
         "config": embedded_config(arguments),
     }
 
 
-def _as_plain_data(value: Any) -> Any:
+def as_plain_data(value: Any) -> Any:
     """Convert a value to plain data: numbers, lists, and strings for everything else; a file can hold anything."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_as_plain_data(item) for item in value[:_MAX_LENGTH]]
+        return [as_plain_data(item) for item in value[:_MAX_LENGTH]]
     if isinstance(value, (str, torch.dtype, Path, StandIn)):
         return str(value)[:_MAX_LENGTH].removeprefix("torch.")
     return type(value).__name__

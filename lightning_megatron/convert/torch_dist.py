@@ -333,6 +333,7 @@ class CoreSource(DistributedSource):
             common = _common_state(path)
         if not isinstance(common, Mapping):
             raise CheckpointError(f"checkpoint {path} has a damaged {COMMON}; use another")
+        self._common = common
         self._arguments = arguments_of(common)
         if type(common.get("iteration")) is int:
             self.iteration = common["iteration"]

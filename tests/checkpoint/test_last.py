@@ -38,6 +38,7 @@ def _make(folder: Path, files: Files) -> None:
         if isinstance(content, str):
             (folder / name).symlink_to(content)
         elif ".ckpt" not in name:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).touch()
         elif content is None:
             (folder / name).mkdir(parents=True)
@@ -224,6 +225,7 @@ def test_load_from_finds_a_checkpoint_set_aside_by_a_crash(folder: Path) -> None
             ".",
             "is a checkpoint of Megatron-LM; convert it with",
         ),
+        ("weights/metadata.json", ".", "is a checkpoint of NeMo 2; convert it with"),
     ],
 )
 def test_incomplete_and_foreign_checkpoints_are_refused(

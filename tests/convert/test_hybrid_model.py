@@ -81,15 +81,16 @@ def test_files_of_each_rank_hold_the_same_model(tmp_path: Path, checkpoints: Pat
     assert all(tensors[name].equal(expected[name]) for name in expected)
 
 
-def _rows(dp: int) -> Any:
+def rows(dp: int) -> Any:
+    """``DataLoader`` of one batch of eight rows."""
     from torch.utils.data import DataLoader
 
     ids = (torch.arange(8)[:, None] * 5 + torch.arange(_LENGTH) * 3) % 60
-    rows: Any = [{"input_ids": row} for row in ids]
-    return DataLoader(rows, batch_size=8 // dp)
+    samples: Any = [{"input_ids": row} for row in ids]
+    return DataLoader(samples, batch_size=8 // dp)
 
 
-def _first_loss(run: Run) -> float:
+def first_loss(run: Run) -> float:
     loss: float = train(run).steps[1]["loss"]
     return loss
 
@@ -98,17 +99,17 @@ def _first_loss(run: Run) -> float:
 def test_run_begins_with_its_weights(tmp_path: Path, checkpoints: Path, name: str) -> None:
     run = Run(
         model=_LLAMA,
-        loader=_rows,
+        loader=rows,
         trainer={"max_steps": 1},
         strategy={"tp": 2, "load_from": str(checkpoints / name)},
     )
     model = _hugging_face(converted(checkpoints / "dense", tmp_path / "hf"))
-    (batch,) = _rows(1)
+    (batch,) = rows(1)
     # The logits of the four rows of padding do not take part in the run's loss.
     logits = model(**batch).logits[:, :-1, :60]
     labels = batch["input_ids"][:, 1:]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert run_ranks(_first_loss, 2, run) == [pytest.approx(expected.item(), rel=1e-5)] * 2
+    assert run_ranks(first_loss, 2, run) == [pytest.approx(expected.item(), rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,12 +128,12 @@ def test_other_model_or_option_is_refused(
 ) -> None:
     run = Run(
         model={**_LLAMA, **model},
-        loader=_rows,
+        loader=rows,
         trainer={"max_steps": 1},
         strategy={"load_from": {"path": str(checkpoints / "dense"), **options}},
     )
     with pytest.raises(RankError, match=message):
-        run_ranks(_first_loss, 1, run)
+        run_ranks(first_loss, 1, run)
 
 
 def test_inspect_shows_the_engine_names(checkpoints: Path) -> None:

@@ -1,0 +1,1 @@
+"""A checkpoint of NeMo 2, and how it was made."""
