@@ -66,7 +66,7 @@ _TP_COPIES_EXPOSED = 1.5
 _DP_EXPOSED = 0.25
 """Share of the gradient reduction that compute does not hide."""
 _HOST_SHARE = 0.8
-"""Achieved share of the bandwidth to host memory with copies in both directions at once: 52 of 64 GB/s on an H200, 2026-11-28."""
+"""Achieved share of the bandwidth to host memory with copies in both directions at once: 52 of 64 GB/s on an H200."""
 _IDLE = 0.014
 """Seconds per step in which the device is idle: Trainer, data, first and last kernel launches."""
 _INTERLEAVED = 0.7e-3
