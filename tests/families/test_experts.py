@@ -204,7 +204,6 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         {},
         Layout(ep=2, tp=2, sequence_parallel=True),
     ),
-    ("qwen3_next", {}, Layout()),
     ("qwen3_next", {"mlp_only_layers": [1]}, FOUR_RANKS),
     ("qwen3_5_moe_text", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
     ("dots1", {}, FOUR_RANKS),
@@ -219,6 +218,7 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("gpt_oss", {}, Layout(ep=2, cp=2)),
 )
 RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
+    ("qwen3_next", {}, Layout()),
     (
         "qwen3_moe",
         {},

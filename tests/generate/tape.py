@@ -1,7 +1,8 @@
 """Stand-in for CUDA graphs on a CPU: records kernels and replays them on the same memory.
 
 As with a graph, only values of tensors with fixed addresses can change between replays: decisions of the host are
-frozen at recording. A step that synchronizes with the device fails here as it would there.
+frozen at recording. A step that synchronizes with the device fails here as it would there. What recording writes is
+undone: a graph's kernels do not run while they are captured.
 """
 
 import functools
@@ -33,6 +34,8 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
+        self._overwritten: list[tuple[Tensor, Tensor]] = []
+        """Tensors that kernels wrote to, and what was in them."""
 
     def __torch_dispatch__(
         self,
@@ -43,10 +46,20 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         if func._schema.name.startswith(_SYNCHRONIZES):
             raise RuntimeError(f"{func} makes the host wait")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, Tensor):
+                self._overwritten.append((value, value.clone()))
         result = func(*args, **(kwargs or {}))
         if not func._schema.name.startswith(_ALLOCATES):
             self.kernels.append((func, args, kwargs or {}, result))
         return result
+
+    def undo(self) -> None:
+        """Write back what was in the tensors before."""
+        for tensor, before in reversed(self._overwritten):
+            tensor.copy_(before)
+        self._overwritten.clear()
 
     def replay(self) -> None:
         """Run the kernels again; each writes to the memory of its recorded result."""
@@ -78,6 +91,7 @@ class TapeRecorder:
         self._count(0, 1, 0)
         with Tape() as tape:
             output = work()
+        tape.undo()
         return functools.partial(self._replay, tape, output)
 
     def _replay(self, tape: Tape, output: Tensor) -> Tensor:
