@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.runs import callback, read_tensors
+from tests.families.test_experts import FAMILIES as MIXTURES
 from tests.marks import accelerator_of, exhaustive, on_gpus
 from tests.models import VOCAB_SIZE
 from tests.parity.comparison import assert_same_gradients
@@ -81,6 +82,15 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
         "output_router_logits": False,
     },
     "olmoe": {"num_experts": 8, "num_hidden_layers": 4},
+    **{
+        name: {
+            **MIXTURES[name][1],
+            "num_experts": 8,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,
+        }
+        for name in ("qwen3_next", "qwen3_5_moe_text")
+    },
 }
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 ALL = {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], **EXPERTS}
