@@ -51,7 +51,7 @@ _GPT2_VOCABULARY = 50257
 _MAX_PADDING = 128
 """Vocabulary padding is less than this times tp rows (Megatron-LM's ``--make-vocab-size-divisible-by``)."""
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
-_UNSUPPORTED = (
+UNSUPPORTED = (
     "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
     "multi_latent_attention",
@@ -65,6 +65,14 @@ _UNSUPPORTED = (
     "no_rope_freq",
     "window_attn_skip_freq",
     "softmax_type",
+    "softmax_scale",
+    "attention_output_gate",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "experimental_attention_variant",
+    "linear_attention_type",
+    "heterogeneous_block_specs",
+    "use_mup",
 )
 """Arguments that no known family supports, unless their value is one of ``_OFF``."""
 _OFF = (None, False, 0, "vanilla")
@@ -259,7 +267,7 @@ class _ConfigBuilder:
         """Hugging Face config object of the first family that matches all fields and tensors."""
         wrong = [
             f"{name}={self.arguments[name]}"
-            for name in _UNSUPPORTED
+            for name in UNSUPPORTED
             if self.arguments.get(name) not in _OFF
         ]
         if self.architecture == "t5":

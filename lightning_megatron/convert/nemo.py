@@ -20,7 +20,7 @@ import yaml
 
 from lightning_megatron.checkpoint.meta import BACKENDS
 from lightning_megatron.convert.companions import companion_files
-from lightning_megatron.convert.inferred_model import describe_model
+from lightning_megatron.convert.inferred_model import UNSUPPORTED, describe_model
 from lightning_megatron.convert.megatron_arguments import GIVE_A_CONFIG, as_plain_data
 from lightning_megatron.convert.source import Description
 from lightning_megatron.convert.torch_dist import CoreSource
@@ -40,6 +40,8 @@ _KNOWN_CLASSES = re.compile(
     r"(base\.GPT|llama\.(Code)?Llama(2|3|31|32)?|mistral\.Mistral(NeMo|Small3)?|qwen2\.Qwen25?|qwen3\.Qwen3)Config(\d+\w*)?"
 )
 """Classes of configs whose models compute what their values say; subclasses with a size have other defaults alone."""
+_KNOWN_LAYERS = re.compile(r"nemo\.collections\.llm\.gpt\.model\.base\.\w+")
+"""Functions that build layers from these values, and not from the user's own modules."""
 _SAME_NAMES = (
     "num_attention_heads",
     "hidden_dropout",
@@ -48,17 +50,10 @@ _SAME_NAMES = (
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
-    "rotary_interleaved",
     "window_size",
-    "window_attn_skip_freq",
     "normalization",
     "layernorm_epsilon",
-    "multi_latent_attention",
-    "apply_residual_connection_post_layernorm",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "qk_l2_norm",
-    "softmax_type",
+    *UNSUPPORTED,
 )
 """Values that Megatron-LM's arguments have under the same names."""
 _LLAMA_3_1 = {
@@ -128,6 +123,14 @@ class NeMoSource(CoreSource):
             raise CheckpointError(
                 f"{self.path}: expected a config of NeMo's GPTs, Llamas, Mistrals or Qwens, whose values say what they "
                 f"compute, got {kind[:100]}; {GIVE_A_CONFIG}"
+            )
+        layers = values.get("transformer_layer_spec")
+        if isinstance(layers, Mapping):
+            layers = layers.get(_TARGET)
+        if layers is not None and not _KNOWN_LAYERS.fullmatch(str(layers)):
+            raise CheckpointError(
+                f"{self.path}: expected layers of NeMo's own specs, got transformer_layer_spec={str(layers)[:100]}; "
+                f"{GIVE_A_CONFIG}"
             )
         activation = _name_of_function(values.get("activation_func"))
         is_silu = activation == "silu"

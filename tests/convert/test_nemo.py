@@ -114,6 +114,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         _set(activation_func={"_target_": "nemo.collections.llm.fn.squared_relu"}),
         "expected activation_func=silu or gelu without gates, got squared_relu",
     ),
+    "scale": (_set(softmax_scale=0.5), "no known model family has softmax_scale=0.5"),
+    "gate": (_set(attention_output_gate=True), "has attention_output_gate=True"),
+    "own layers": (
+        _set(transformer_layer_spec={"_target_": "mine.spec", "_call_": False}),
+        "expected layers of NeMo's own specs, got transformer_layer_spec=mine.spec",
+    ),
     "centred norms": (_set(layernorm_zero_centered_gamma=True), "has apply_layernorm_1p=True"),
     "no mapping": (_write("- 1"), "expected the arguments of a model of NeMo"),
     "code": (_write("config: !!python/object/apply:os.system ['touch ran']"), "cannot be read"),
