@@ -69,6 +69,7 @@ class GatedDeltaNet(MegatronModule):
         linear: LinearAttention,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
+        name: str | None = None,
     ) -> None:
         """Create the layer; ``ModuleSpec.params`` has ``linear``.
 
@@ -78,8 +79,9 @@ class GatedDeltaNet(MegatronModule):
             linear: Sizes of heads and convolution.
             pg_collection: Has the tp group.
             cp_comm_type: Unused; rows are not split.
+            name: Unused; megatron-core 0.19 gives attention its name in the model.
         """
-        del cp_comm_type
+        del cp_comm_type, name
         super().__init__(config=config)
         self.layer_number = layer_number
         self.linear = linear
