@@ -100,7 +100,14 @@ def test_offload_benchmark_measures_the_bus_and_both_steps() -> None:
 
 
 def test_flops_of_attention_count_pairs_that_are_seen() -> None:
-    kind = Kind(name="", heads=2, groups=1, width=3, value_width=2, window=4)
+    kind = Kind(
+        name="",
+        heads=2,
+        groups=1,
+        width=3,
+        value_width=2,
+        window=4,
+    )
     seen = sum(min(query + 1, 4) for query in range(10))
     assert kind.flops(5, 10) == 3 * 2 * 5 * 2 * seen * (3 + 2)
 
@@ -215,7 +222,16 @@ def test_convergence_benchmark_saves_and_draws_losses(tmp_path: Path) -> None:
     )
     ways = ("bf16", "fp8", "fp8, exact backward", "adamw", "muon")
     chosen = [argument for way in ways for argument in ("--way", way)]
-    _run_on_ranks(1, "convergence", "--case", "smoke-fp8", "--text", str(text), *few, *chosen)
+    _run_on_ranks(
+        1,
+        "convergence",
+        "--case",
+        "smoke-fp8",
+        "--text",
+        str(text),
+        *few,
+        *chosen,
+    )
     results = json.loads((tmp_path / "a/losses.json").read_text())
     assert results["files"] == 40  # without the duplicate
     curves = results["losses"]

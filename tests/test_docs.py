@@ -261,7 +261,12 @@ def test_the_added_loss_of_the_training_page_is_trained(tmp_path: Path) -> None:
         "n_positions": 16,
         **NO_DROPOUT,
     }
-    for expected, loss, total in run_ranks(_added_loss, 2, str(tmp_path), config):
+    for expected, loss, total in run_ranks(
+        _added_loss,
+        2,
+        str(tmp_path),
+        config,
+    ):
         assert loss == pytest.approx(expected, rel=1e-5)  # fp32, summed in another order
         assert total == pytest.approx(loss, rel=1e-6)
 

@@ -60,7 +60,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("clone")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda name: name.removesuffix(".py"))
+@pytest.mark.parametrize(
+    "example",
+    EXAMPLES,
+    ids=lambda name: name.removesuffix(".py"),
+)
 def test_example_parses_its_arguments_before_slow_imports(example: str) -> None:
     program = (
         "import runpy, sys\n"

@@ -38,7 +38,11 @@ def _execute(words: Sequence[str], log: Path) -> int:
             return 1
 
 
-def _run(name: str, work: Path, output: Path) -> tuple[int, dict[str, Any], int | None]:
+def _run(
+    name: str,
+    work: Path,
+    output: Path,
+) -> tuple[int, dict[str, Any], int | None]:
     """Exit code and figures of a recipe, and the parameters that transformers counts in its export."""
     from transformers import AutoModelForCausalLM
 
@@ -57,7 +61,13 @@ def _run(name: str, work: Path, output: Path) -> tuple[int, dict[str, Any], int 
 
 @pytest.mark.parametrize("name", run.RECIPES)
 def test_recipe_trains_and_exports(name: str, work: Path, tmp_path: Path) -> None:
-    ((code, figures, counted),) = run_ranks(_run, 1, name, work, tmp_path)
+    ((code, figures, counted),) = run_ranks(
+        _run,
+        1,
+        name,
+        work,
+        tmp_path,
+    )
     assert code == 0
     assert figures["steps"] == 4
     assert len(figures["val_losses"]) == 2

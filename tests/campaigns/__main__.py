@@ -72,7 +72,15 @@ def _run(
                 while len(running) < jobs and time.monotonic() < deadline:
                     number = next(numbers)
                     name = names[number % len(names)]
-                    running.add(executor.submit(_attempt, name, attempts[name], number, seed))
+                    running.add(
+                        executor.submit(
+                            _attempt,
+                            name,
+                            attempts[name],
+                            number,
+                            seed,
+                        )
+                    )
                 if not running:
                     return
                 ended, running = wait(running, return_when=FIRST_COMPLETED)

@@ -70,7 +70,11 @@ def _run_of(layout: str, **strategy: Any) -> Run:
         "check_val_every_n_epoch": None,
         "num_sanity_val_steps": 0,
     }
-    return Run(strategy={**_LAYOUTS[layout], **strategy}, trainer=trainer, validate=True)
+    return Run(
+        strategy={**_LAYOUTS[layout], **strategy},
+        trainer=trainer,
+        validate=True,
+    )
 
 
 def _callbacks(fault: Fault | None, folder: Path) -> list[Any]:
@@ -230,7 +234,12 @@ def _outcome(
         elif differing := sorted(step for step in expected if losses.get(step) != expected[step]):
             wrong = f"other losses than without the fault: {', '.join(differing)}"
     text = wrong and f"{layout}, {fault}: {wrong}\n{ended.printed}"
-    return Outcome(wrong=text, hung=bool(ended.left), noticed=ended.seconds, steps=steps)
+    return Outcome(
+        wrong=text,
+        hung=bool(ended.left),
+        noticed=ended.seconds,
+        steps=steps,
+    )
 
 
 # ---- killed ranks ------------------------------------------------------------------------------------------
@@ -254,10 +263,20 @@ def _kill(
         phase=rng.choice(_ANY),
         ranks=rng.choice(((0,), (1,), _RANKS)),
         step=rng.randrange(8),
-        act=functools.partial(_signal, signum, rng.randint(1, max_times), rng.uniform(0, 0.05)),
+        act=functools.partial(
+            _signal,
+            signum,
+            rng.randint(1, max_times),
+            rng.uniform(0, 0.05),
+        ),
         is_async=True,
     )
-    ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, fault, patience=45)
+    ended = _run_to_end(
+        _run_of(layout, async_save=rng.random() < 0.5),
+        folder,
+        fault,
+        patience=45,
+    )
     is_wrong = signum == signal.SIGTERM and set(ended.codes.values()) - {143, 0}
     return _outcome(
         layout, folder, fault, ended, f"SIGTERM ends with {ended.codes}" if is_wrong else ""
@@ -308,7 +327,13 @@ def _hang(
         is_async=act is _stop,
     )
     run = _run_of(layout, heartbeat=Heartbeat(**_LIMITS))
-    ended = _run_to_end(run, folder, fault, _LIMITS["setup"] + 15, (rank,) if act is _stop else ())
+    ended = _run_to_end(
+        run,
+        folder,
+        fault,
+        _LIMITS["setup"] + 15,
+        (rank,) if act is _stop else (),
+    )
     lines = re.findall(r"^error: .*", ended.printed, re.MULTILINE)
     stack = folder / f"stacks/rank_{rank}.txt"
     wrong = ""
@@ -332,7 +357,11 @@ def _fill(kept: Path, rng: random.Random) -> Callable[[], None]:
 
 def _remount(kept: Path, rng: random.Random) -> Callable[[], None]:
     def mount(mode: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{mode}", kept], check=False, capture_output=True)
+        subprocess.run(
+            ["mount", "-o", f"remount,{mode}", kept],
+            check=False,
+            capture_output=True,
+        )
 
     mount("ro")  # refused while a file is open for writing: the disk then stays writable
     return lambda: mount("rw")
@@ -380,7 +409,11 @@ def _slow(rng: random.Random, folder: Path) -> Outcome:
     layout = rng.choice(list(_LAYOUTS))
     os.environ[_SLOW_FSYNC] = str(rng.uniform(0.05, 0.4))
     try:
-        ended = _run_to_end(_run_of(layout, async_save=rng.random() < 0.5), folder, patience=120)
+        ended = _run_to_end(
+            _run_of(layout, async_save=rng.random() < 0.5),
+            folder,
+            patience=120,
+        )
     finally:
         del os.environ[_SLOW_FSYNC]
     return _outcome(layout, folder, "slow", ended)

@@ -252,7 +252,12 @@ _WITHOUT_CHECKSUM = {
 }
 
 
-def _accepted(command: str, files: _Files, name: str, is_forged: bool) -> str:
+def _accepted(
+    command: str,
+    files: _Files,
+    name: str,
+    is_forged: bool,
+) -> str:
     """Why another result may come of the changed file ``name``; "" if it must not."""
     title = _format(name)
     if is_forged:

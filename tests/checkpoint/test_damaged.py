@@ -271,7 +271,14 @@ def test_callback_state_cannot_touch_files_outside_the_checkpoint_directory(
         ckpt_path=str(tmp_path / "a.ckpt"),
     )
 
-    ((code, texts),) = run_ranks(_resume_with_foreign_paths, 1, run, folder, paths, stops)
+    ((code, texts),) = run_ranks(
+        _resume_with_foreign_paths,
+        1,
+        run,
+        folder,
+        paths,
+        stops,
+    )
 
     assert _times(documents, others) == before
     assert code == (143 if stops else None)

@@ -123,7 +123,12 @@ def _train_with_early_loader(run: Run) -> Trace:
 def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path) -> None:
     run = Run(trainer={"max_epochs": 2})
     uninterrupted = run_ranks(train_with_checkpoints, 1, run, tmp_path, {"every_n_train_steps": 3})
-    run_ranks(train, 1, run.but(trainer={"max_epochs": 1}), tmp_path / "step=5.ckpt")
+    run_ranks(
+        train,
+        1,
+        run.but(trainer={"max_epochs": 1}),
+        tmp_path / "step=5.ckpt",
+    )
 
     for step, resume in ((STEPS_PER_EPOCH, train), (3, _train_with_early_loader)):
         path = tmp_path / f"step={step}.ckpt"
@@ -209,7 +214,12 @@ def test_resume_with_larger_max_steps_is_exact(
     uninterrupted = run_ranks(train, 1, run)
     for stop in stops:
         path = tmp_path / f"{stop}.ckpt"
-        run_ranks(train, 1, run.but(trainer={"max_steps": stop}), path)
+        run_ranks(
+            train,
+            1,
+            run.but(trainer={"max_steps": stop}),
+            path,
+        )
         resumed = run_ranks(train, 1, run.but(ckpt_path=str(path)))
         assert_exact_resume(uninterrupted, resumed, stop + 1)
 

@@ -73,7 +73,11 @@ class _Calls:
         self.count = 0
         self.last = last
 
-    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+    def _hook(
+        self,
+        event: str,
+        args: tuple[Any, ...],
+    ) -> None:
         if event not in _EVENTS or self._folder not in str(args[0]):
             return
         if event != "open" or _changes(args[2]):
@@ -96,7 +100,12 @@ def _changes(flags: int) -> bool:
     return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-def _act(kind: str, state: Any, path: Path, name: str) -> None:
+def _act(
+    kind: str,
+    state: Any,
+    path: Path,
+    name: str,
+) -> None:
     from lightning_megatron.storage import publish
 
     if kind == "remove":
@@ -111,7 +120,12 @@ def _act(kind: str, state: Any, path: Path, name: str) -> None:
     publish.wait_for_deletions()
 
 
-def _die_during(path: Path, kind: str, victim: int, share: float) -> None:
+def _die_during(
+    path: Path,
+    kind: str,
+    victim: int,
+    share: float,
+) -> None:
     """Save the old state under two names, count the calls of the operation, repeat it with the new state and die."""
     with engine_run() as state:
         save(state, {"name": "old"}, path.with_name("kept.ckpt"))
@@ -195,7 +209,12 @@ def test_a_complete_checkpoint_survives_sigkill(
     assert names_in(tmp_path) == ["kept.ckpt"]
 
 
-def _train(run: Run, path: Path, *, dies: bool = False) -> int:
+def _train(
+    run: Run,
+    path: Path,
+    *,
+    dies: bool = False,
+) -> int:
     """Save after each step under the same name, or die in the second save; return the first step."""
 
     def die(*_: Any) -> Any:

@@ -138,17 +138,43 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
     "clock ahead, and a link": ({**AHEAD, "last.ckpt": "step=6.ckpt"}, "last", "step=12.ckpt"),
     "went back on purpose": (WENT_BACK, "last", "step=7.ckpt"),
     "rolled back in one start": (
-        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 1, 5, 0.0)},
+        {
+            "a.ckpt": _at(
+                8,
+                1,
+                4,
+                HOUR,
+            ),
+            "b.ckpt": _at(8, 1, 5, 0.0),
+        },
         "last",
         "b.ckpt",
     ),
     "another line, later by the clock": (
-        {**WENT_BACK, "other.ckpt": _at(3, 1, 1, 80.0, line="b")},
+        {
+            **WENT_BACK,
+            "other.ckpt": _at(
+                3,
+                1,
+                1,
+                80.0,
+                line="b",
+            ),
+        },
         "last",
         "other.ckpt",
     ),
     "another line, earlier by the clock": (
-        {**WENT_BACK, "other.ckpt": _at(99, 9, 9, 60.0, line="b")},
+        {
+            **WENT_BACK,
+            "other.ckpt": _at(
+                99,
+                9,
+                9,
+                60.0,
+                line="b",
+            ),
+        },
         "last",
         "step=7.ckpt",
     ),
@@ -167,7 +193,15 @@ FOUND: dict[str, tuple[Files, str, str | None] | tuple[Files, str, str | None, b
         "a.ckpt",
     ),
     "directory: most steps, twice": (
-        {"a.ckpt": _at(8, 1, 4, HOUR), "b.ckpt": _at(8, 2, 1, 0.0)},
+        {
+            "a.ckpt": _at(
+                8,
+                1,
+                4,
+                HOUR,
+            ),
+            "b.ckpt": _at(8, 2, 1, 0.0),
+        },
         ".",
         "b.ckpt",
     ),
@@ -322,7 +356,13 @@ def _resume_without_shared_disk(folder: Path) -> None:
     if os.environ["RANK"] != "0":
         folder = folder / "empty"
     trainer = {"default_root_dir": str(folder), "max_steps": 1}
-    fit(Run(strategy={"tp": 2}, trainer=trainer, ckpt_path="last"))
+    fit(
+        Run(
+            strategy={"tp": 2},
+            trainer=trainer,
+            ckpt_path="last",
+        )
+    )
 
 
 def test_ranks_that_find_different_checkpoints_raise_instead_of_deadlock(tmp_path: Path) -> None:

@@ -85,8 +85,16 @@ def _train_then_evaluate_best_and_last(
     loader = DataLoader(rows_dataset(12), batch_size=batch_size)
     evaluated = {}
     for name in ("best", "last"):
-        (validated,) = trainer.validate(dataloaders=loader, ckpt_path=name, verbose=False)
-        (tested,) = trainer.test(dataloaders=loader, ckpt_path=name, verbose=False)
+        (validated,) = trainer.validate(
+            dataloaders=loader,
+            ckpt_path=name,
+            verbose=False,
+        )
+        (tested,) = trainer.test(
+            dataloaders=loader,
+            ckpt_path=name,
+            verbose=False,
+        )
         evaluated[name] = (validated["val_loss"], tested["test_loss"])
     return {
         "losses": losses,

@@ -319,7 +319,12 @@ def test_inspect_and_convert_read_from_a_store(
     from lightning_megatron.storage.hub import local_folder
 
     register()
-    run_ranks(train, 1, Run(trainer={"max_steps": 1}), tmp_path / "one.ckpt")
+    run_ranks(
+        train,
+        1,
+        Run(trainer={"max_steps": 1}),
+        tmp_path / "one.ckpt",
+    )
     inspect_path(f"shared://{tmp_path}/one.ckpt")
     from_store = capsys.readouterr().out
     inspect_path(tmp_path / "one.ckpt")

@@ -21,7 +21,12 @@ def run_cli(
     Returns:
         Exit code, stdout and stderr of the first process. The others must print nothing to stdout.
     """
-    first, *others = run_ranks(run_here, ranks, str(folder), [[str(each) for each in arguments]])
+    first, *others = run_ranks(
+        run_here,
+        ranks,
+        str(folder),
+        [[str(each) for each in arguments]],
+    )
     assert all(out == "" for ((_, out, _),) in others)
     result: tuple[int, str, str] = first[0]
     return result

@@ -16,7 +16,14 @@ def checkpoints(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("checkpoints")
     tokens = {"vocab_size": VOCAB_SIZE}
-    gpt2 = hf.GPT2Config(**tokens, n_layer=2, n_embd=16, n_head=2, n_positions=64, eos_token_id=0)
+    gpt2 = hf.GPT2Config(
+        **tokens,
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        n_positions=64,
+        eos_token_id=0,
+    )
     t5 = hf.T5Config(
         **tokens, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
     )

@@ -115,7 +115,13 @@ def test_accelerate_config_with_new_keys_and_two_machines(
         "  torchrun --nproc-per-node=4 --nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=10.0.0.1:29501 -m"
         f" lightning_megatron fit --config {output}\n"
     ) in printed.out
-    code, again, error = run_cli(tmp_path, "fit", "--config", str(output), "--print_config")
+    code, again, error = run_cli(
+        tmp_path,
+        "fit",
+        "--config",
+        str(output),
+        "--print_config",
+    )
     assert code == 0, error
     assert yaml.safe_load(again)["trainer"]["strategy"]["init_args"]["recompute"] == "full"
 

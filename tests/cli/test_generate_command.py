@@ -205,7 +205,13 @@ def test_json_escapes_characters_that_stdout_cannot_encode(monkeypatch: pytest.M
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
     rows = {"input_ids": torch.tensor([[33]]), "attention_mask": torch.ones(1, 1)}
-    writer = TextWriter(["é "], ByteTokenizer(), GenerationOptions(), as_json=True, is_t5=False)
+    writer = TextWriter(
+        ["é "],
+        ByteTokenizer(),
+        GenerationOptions(),
+        as_json=True,
+        is_t5=False,
+    )
     writer.end(rows, torch.tensor([[33, *"🎉".encode()]]))
     assert json.loads(raw.getvalue().decode("latin-1")) == {"prompt": "é ", "text": "🎉"}
 

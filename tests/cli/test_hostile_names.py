@@ -422,7 +422,12 @@ def _resume_all(folder: str) -> list[tuple[str, str]]:
                 del section[path[-1]]
             else:
                 section[path[-1]] = value
-            target = _forged(Path(folder, "good.ckpt"), Path(folder, "forged.ckpt"), {}, {})
+            target = _forged(
+                Path(folder, "good.ckpt"),
+                Path(folder, "forged.ckpt"),
+                {},
+                {},
+            )
             torch.save(meta, target / "meta.pt")
             update_checksums(target)
             try:

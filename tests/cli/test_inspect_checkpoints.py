@@ -170,7 +170,12 @@ def test_inspect_distributed_megatron_checkpoint(
 
 
 def test_inspect_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layout = Layout(stages=even(2, 2), tp=2, version=2.0, arguments={"notes": ["a"] * 1000})
+    layout = Layout(
+        stages=even(2, 2),
+        tp=2,
+        version=2.0,
+        arguments={"notes": ["a"] * 1000},
+    )
     iteration = write(tmp_path, layout, gpt2(tiny_gpt2()))
     info = _json(capsys, tmp_path)
     assert (info["kind"], info["path"], info["files"]) == (

@@ -42,7 +42,12 @@ def test_fit_accepts_any_lightning_and_data_module(tmp_path: Path) -> None:
     boring = "lightning.pytorch.demos.boring_classes.Boring"
     options = f"--model {boring}Model --data {boring}DataModule --trainer.max_steps 1 --trainer.logger false"
     quiet = "--trainer.accelerator cpu --trainer.devices 1 --trainer.enable_progress_bar false"
-    code, _, err = run_cli(tmp_path, "fit", *options.split(), *quiet.split())
+    code, _, err = run_cli(
+        tmp_path,
+        "fit",
+        *options.split(),
+        *quiet.split(),
+    )
     assert code == 0, err
 
 

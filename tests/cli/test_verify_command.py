@@ -215,7 +215,12 @@ def test_an_altered_weight_is_named_and_the_command_fails(
 
 
 def test_a_wrong_permutation_that_round_trips_is_found_in_the_numbers(models: Path) -> None:
-    card = _verify(models / "llama", "1", rank=_permuted, checks=("round-trip", "logits"))
+    card = _verify(
+        models / "llama",
+        "1",
+        rank=_permuted,
+        checks=("round-trip", "logits"),
+    )
     (layout,) = card.layouts
     assert layout.outcomes["round trip"].equal
     assert not layout.outcomes["logits"].equal
@@ -332,7 +337,12 @@ def _job(**changes: Any) -> Job:
     return replace(job, **changes)
 
 
-def _result(logit: float = 0.0, gradient: float = 0.0, token: int = 3, loss: float = 2.0) -> Result:
+def _result(
+    logit: float = 0.0,
+    gradient: float = 0.0,
+    token: int = 3,
+    loss: float = 2.0,
+) -> Result:
     """Results of a model with 5 tokens, in one of which each quantity is off by the arguments."""
     logits = torch.linspace(-2, 2, 80).reshape(2, 8, 5)
     logits[1, 2, 4] += logit
@@ -356,13 +366,25 @@ def _compare(result: Result, rounded: Result | None = None) -> dict[str, Outcome
     job = _job()
     batch = make_batch(job, model)
     batch["attention_mask"][:] = 1
-    reference = Reference(exact=_result(), rounded=rounded, batch=batch, model=model)
+    reference = Reference(
+        exact=_result(),
+        rounded=rounded,
+        batch=batch,
+        model=model,
+    )
     return reference.compare(result, job.checks)
 
 
 def test_differences_are_measured_and_located() -> None:
     assert all(outcome.equal for outcome in _compare(_result()).values())
-    found = _compare(_result(logit=0.5, gradient=0.25, token=1, loss=2.5))
+    found = _compare(
+        _result(
+            logit=0.5,
+            gradient=0.25,
+            token=1,
+            loss=2.5,
+        )
+    )
     assert not any(outcome.equal for outcome in found.values())
     rms = float(_result().logits.square().mean().sqrt())  # type: ignore[union-attr]
     assert found["logits"].error == pytest.approx(0.5 / rms)
@@ -381,9 +403,23 @@ def test_tokens_whose_logits_are_closer_than_rounding_are_a_tie() -> None:
 
 def test_limits_in_bf16_are_three_times_the_error_of_transformers() -> None:
     rounded = _result(logit=0.1, gradient=0.1, loss=2.01)
-    within = _compare(_result(logit=-0.29, gradient=-0.29, loss=1.98), rounded)
+    within = _compare(
+        _result(
+            logit=-0.29,
+            gradient=-0.29,
+            loss=1.98,
+        ),
+        rounded,
+    )
     assert all(outcome.equal for outcome in within.values())
-    beyond = _compare(_result(logit=-0.31, gradient=-0.31, loss=1.9), rounded)
+    beyond = _compare(
+        _result(
+            logit=-0.31,
+            gradient=-0.31,
+            loss=1.9,
+        ),
+        rounded,
+    )
     assert [name for name, outcome in beyond.items() if outcome.equal] == ["tokens"]
 
 

@@ -198,7 +198,14 @@ def _average_on_ranks(sources: list[Path], target: Path) -> None:
 
     dist.init_process_group("gloo")
     try:
-        converted(sources[0], target, *sources[1:], tp=2, pp=2, vpp=2)
+        converted(
+            sources[0],
+            target,
+            *sources[1:],
+            tp=2,
+            pp=2,
+            vpp=2,
+        )
     finally:
         dist.destroy_process_group()
 
@@ -254,7 +261,12 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
     matrices = [load_file(path / "adapter_model.safetensors") for path in adapters]
     arrays = [{name: tensor.double().numpy() for name, tensor in each.items()} for each in matrices]
 
-    converted(adapters[0], tmp_path / "mean", *adapters[1:], to="peft")
+    converted(
+        adapters[0],
+        tmp_path / "mean",
+        *adapters[1:],
+        to="peft",
+    )
     _assert_mean(load_file(tmp_path / "mean" / "adapter_model.safetensors"), arrays, torch.float32)
 
     expected = _arrays(base)
@@ -267,7 +279,11 @@ def test_matrices_of_adapters_are_averaged_one_by_one(tmp_path: Path) -> None:
             )
             expected[name] = expected[name] + _ALPHA / _RANK * b @ a
     for to in WRITTEN:
-        for name, tensor in _average(adapters, tmp_path / to, to=to).items():
+        for name, tensor in _average(
+            adapters,
+            tmp_path / to,
+            to=to,
+        ).items():
             np.testing.assert_allclose(
                 tensor.numpy(),
                 expected[name],
@@ -284,5 +300,10 @@ def test_adapters_of_different_bases_are_not_averaged_into_one_adapter(tmp_path:
         CheckpointError,
         match=r"adapter 1: expected the base .*model 0 .*, got .*model 1; use to=hf",
     ):
-        converted(adapters[0], tmp_path / "mean", *adapters[1:], to="peft")
+        converted(
+            adapters[0],
+            tmp_path / "mean",
+            *adapters[1:],
+            to="peft",
+        )
     assert not (tmp_path / "mean").exists()

@@ -67,7 +67,13 @@ def _edited(source: Path, target: Path, **fields: Any) -> Path:
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a model and an adapter of its attention and experts."""
     folder = tmp_path_factory.mktemp("qwen")
-    run_ranks(save_initial, 1, str(folder), "qwen3_moe", {**ATTENTION, **EXPERTS})
+    run_ranks(
+        save_initial,
+        1,
+        str(folder),
+        "qwen3_moe",
+        {**ATTENTION, **EXPERTS},
+    )
     return folder
 
 

@@ -123,7 +123,12 @@ def _only_the_output_layer(tensors: Tensors) -> None:
 
 
 def _with_a_buffer(tensors: Tensors) -> None:
-    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4).bool()
+    tensors["transformer.h.0.attn.bias"] = torch.ones(
+        1,
+        1,
+        4,
+        4,
+    ).bool()
 
 
 @pytest.mark.parametrize("change", [None, _only_the_output_layer, _with_a_buffer, "headless"])

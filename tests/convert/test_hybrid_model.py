@@ -158,7 +158,11 @@ def test_layers_that_no_family_pairs_are_refused(checkpoints: Path) -> None:
     ],
     ids=["mamba", "missing layer", "unknown module", "no MLP"],
 )
-def test_other_layers_are_refused(tmp_path: Path, layers: dict[int, str], message: str) -> None:
+def test_other_layers_are_refused(
+    tmp_path: Path,
+    layers: dict[int, str],
+    message: str,
+) -> None:
     tensors = {
         f"decoder.layers.{layer}.{module}.weight": torch.zeros(8, 4)
         for layer, module in layers.items()
@@ -173,7 +177,11 @@ def test_other_layers_are_refused(tmp_path: Path, layers: dict[int, str], messag
 # ---- the engine's reader ---------------------------------------------------------------------------------------------
 
 
-def _logits_of_the_engine(path: Path, fields: dict[str, Any], input_ids: Any) -> Any:
+def _logits_of_the_engine(
+    path: Path,
+    fields: dict[str, Any],
+    input_ids: Any,
+) -> Any:
     """Logits of a ``HybridModel`` with the weights of a checkpoint of this package, which the engine itself reads."""
     import megatron.core.models.hybrid.hybrid_block as hybrid_block
     from megatron.core import dist_checkpointing
@@ -241,5 +249,16 @@ def test_engine_reads_our_checkpoints_into_its_class(tmp_path: Path) -> None:
     input_ids = torch.arange(20)[None] * 3
     with torch.no_grad():
         expected = model(input_ids).logits
-    (logits,) = run_ranks(_logits_of_the_engine, 1, path, model.config.to_dict(), input_ids)
-    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected, rtol=1e-4, atol=2e-5)
+    (logits,) = run_ranks(
+        _logits_of_the_engine,
+        1,
+        path,
+        model.config.to_dict(),
+        input_ids,
+    )
+    torch.testing.assert_close(
+        logits[..., : expected.shape[-1]],
+        expected,
+        rtol=1e-4,
+        atol=2e-5,
+    )

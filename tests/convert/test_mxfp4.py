@@ -48,7 +48,11 @@ def load_and_save(source: str, target: str) -> None:
     loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
     module = pretrained_module(source)
     layout = Layout(ep=2, dp=2)
-    trainer_of(Case(layout=layout, steps=1)).validate(module, loader, verbose=False)
+    trainer_of(Case(layout=layout, steps=1)).validate(
+        module,
+        loader,
+        verbose=False,
+    )
     module.save_pretrained(target)
 
 

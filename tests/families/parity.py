@@ -440,7 +440,11 @@ def record_outputs(train_step: Any) -> Any:
             output, _ = super().forward_step(data_iterator, without_labels)
             return output, partial(self.loss_func, {})
 
-        def loss_func(self, batch: Batch, output: Any) -> dict[str, LossTerm]:
+        def loss_func(
+            self,
+            batch: Batch,
+            output: Any,
+        ) -> dict[str, LossTerm]:
             parts = output if isinstance(output, tuple | list) else (output,)
             outputs = [part for part in parts if part is not None]
             self.outputs.append([part.float().cpu() for part in outputs])

@@ -94,7 +94,11 @@ def _check_new_model(name: str, layout: Layout) -> list[str]:
     )
     module = MegatronModule(model={**fields, std_field: 0.1}, make_vocab_size_divisible_by=8)
     trainer = trainer_of(Case(layout=layout))
-    trainer.validate(module, DataLoader(padded_sentences(), batch_size=4), verbose=False)  # type: ignore[arg-type]
+    trainer.validate(
+        module,
+        DataLoader(padded_sentences(), batch_size=4),  # type: ignore[arg-type]
+        verbose=False,
+    )
     assert module.model_chunks is not None
     count = sum(
         parameter.numel() for chunk in module.model_chunks for parameter in chunk.parameters()

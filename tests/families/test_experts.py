@@ -205,7 +205,15 @@ CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
         Layout(ep=2, tp=2, sequence_parallel=True),
     ),
     ("qwen3_next", {"mlp_only_layers": [1]}, FOUR_RANKS),
-    ("qwen3_5_moe_text", {}, Layout(ep=2, tp=2, sequence_parallel=True)),
+    (
+        "qwen3_5_moe_text",
+        {},
+        Layout(
+            ep=2,
+            tp=2,
+            sequence_parallel=True,
+        ),
+    ),
     ("dots1", {}, FOUR_RANKS),
     ("glm4_moe", {"attention_bias": True}, Layout(ep=2, dp=2)),
     ("deepseek_v3", {"attention_bias": True}, Layout()),
@@ -239,8 +247,24 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ("dots1", {}, Layout(ep=2, cp=2)),
     ("glm4_moe", {"use_qk_norm": False}, FOUR_RANKS),
     ("glm4_moe", {}, Layout(tp=2, sequence_parallel=True)),
-    ("deepseek_v3", {}, Layout(tp=2, sequence_parallel=True, recompute="selective")),
-    ("deepseek_v3", {"rope_interleave": False}, Layout(ep=2, dp=2, recompute="full")),
+    (
+        "deepseek_v3",
+        {},
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute="selective",
+        ),
+    ),
+    (
+        "deepseek_v3",
+        {"rope_interleave": False},
+        Layout(
+            ep=2,
+            dp=2,
+            recompute="full",
+        ),
+    ),
     ("deepseek_v3", {}, Layout(cp=2, cp_comm_type="all_gather")),
     ("deepseek_v3", {"tie_word_embeddings": True}, INTERLEAVED),
     (
@@ -259,10 +283,34 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
     ),
     ("ernie4_5_moe", {}, Layout()),
     ("ernie4_5_moe", {"tie_word_embeddings": False}, Layout(tp=2, sequence_parallel=True)),
-    ("ernie4_5_moe", {"moe_num_shared_experts": 0}, Layout(ep=2, dp=2, recompute="selective")),
+    (
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": 0},
+        Layout(
+            ep=2,
+            dp=2,
+            recompute="selective",
+        ),
+    ),
     ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_end_index": 2}, INTERLEAVED),
-    ("gpt_oss", {"num_key_value_heads": 1}, Layout(tp=2, sequence_parallel=True, recompute="full")),
-    ("gpt_oss", {}, Layout(ep=2, dp=2, recompute="selective")),
+    (
+        "gpt_oss",
+        {"num_key_value_heads": 1},
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute="full",
+        ),
+    ),
+    (
+        "gpt_oss",
+        {},
+        Layout(
+            ep=2,
+            dp=2,
+            recompute="selective",
+        ),
+    ),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(cp=2)),  # keys are gathered
     (
         "gpt_oss",
@@ -390,7 +438,11 @@ def _loss_with_a_bias(directory: str) -> float:
     bias = (("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True))
     case = Case(layout=Layout(transformer_config_overrides=bias))
     loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
-    (logged,) = trainer_of(case).validate(pretrained_module(directory), loader, verbose=False)
+    (logged,) = trainer_of(case).validate(
+        pretrained_module(directory),
+        loader,
+        verbose=False,
+    )
     return float(logged["val_loss"])
 
 

@@ -91,7 +91,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan_v1_dense": (
         "HunYuanDenseV1",
-        {**LIKE_LLAMA, "head_dim": 12, **_rope("dynamic", alpha=50.0, factor=1.0)},
+        {
+            **LIKE_LLAMA,
+            "head_dim": 12,
+            **_rope(
+                "dynamic",
+                alpha=50.0,
+                factor=1.0,
+            ),
+        },
     ),
     "ernie4_5": ("Ernie4_5", {**LIKE_LLAMA, "head_dim": 10}),
     "ministral3": (
@@ -239,8 +247,8 @@ CASES: tuple[Case, ...] = (
     ("llama", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
      TP2_DP2, "left"),
     ("llama", "dynamic, positions", _rope("dynamic", factor=3.0), INTERLEAVED, "positions"),
-    ("llama", "longrope", _rope("longrope", original_max_position_embeddings=8, **_LONGROPE), FOUR_RANKS, "right"),
-    ("llama", "llama3", _rope("llama3", original_max_position_embeddings=8, **_LLAMA3), FOUR_RANKS, "positions"),
+    ("llama", "longrope", _rope("longrope", original_max_position_embeddings=8, **_LONGROPE,), FOUR_RANKS, "right"),
+    ("llama", "llama3", _rope("llama3", original_max_position_embeddings=8, **_LLAMA3,), FOUR_RANKS, "positions"),
     *(("gpt2", "", {}, layout, "right") for layout in (FOUR_RANKS, INTERLEAVED)),
     ("gpt2", "untied", {**_UNTIED, "reorder_and_upcast_attn": True, "n_inner": None, "layer_norm_epsilon": 1e-3},
      FOUR_RANKS, "right"),

@@ -227,7 +227,11 @@ def _pairs() -> Rows:
     return rows
 
 
-def _reward_run(directory: str, layout: Layout, rows: Rows) -> tuple[float, Any, dict[str, float]]:
+def _reward_run(
+    directory: str,
+    layout: Layout,
+    rows: Rows,
+) -> tuple[float, Any, dict[str, float]]:
     """Loss and gradients of one step, and the metrics of a validation, of the reward model in ``directory``."""
     case = Case(layout=layout, steps=1)
     loader: DataLoader[Any] = DataLoader(rows, batch_size=len(rows) // layout.dp)  # type: ignore[arg-type]
@@ -299,7 +303,11 @@ _LLAMA = {
 _GRANITE = {**_LLAMA, **FAMILIES["granite"][1], "model_type": "granite"}
 
 
-def _predict(layout: Layout, task: str, rows: Rows) -> list[torch.Tensor]:
+def _predict(
+    layout: Layout,
+    task: str,
+    rows: Rows,
+) -> list[torch.Tensor]:
     """Train a classifier of three labels for one step; its predictions of seven rows, in their order."""
     from lightning.pytorch import seed_everything
 

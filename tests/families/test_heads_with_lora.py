@@ -64,7 +64,11 @@ def _train(directory: str, layout: Layout) -> list[torch.Tensor]:
     case = Case(layout=layout, steps=3)
     base = f"{directory}/base"
     inputs = [torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")]
-    module = pretrained_module(base, lora=LoRA(rank=2, targets=("q_proj", "down_proj")), **_OPTIONS)
+    module = pretrained_module(
+        base,
+        lora=LoRA(rank=2, targets=("q_proj", "down_proj")),
+        **_OPTIONS,
+    )
     trainer = trainer_of(case)
     trainer.fit(module, loader)
     logits = [module.logits(*inputs)]

@@ -72,10 +72,37 @@ def test_rows_of_several_chunks_equal_hugging_face(layout: Layout) -> None:
         # More ranks than key/value heads: the gates of a rank are those of its queries.
         ("qwen3_5_text", {"linear_num_key_heads": 4}, Layout(tp=4, sequence_parallel=True), "left"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, Layout(), "right"),
-        ("qwen3_5_text", {}, Layout(tp=2, sequence_parallel=True, recompute="selective"), "left"),
-        ("qwen3_next", {}, Layout(tp=2, sequence_parallel=True, ep=2), "right"),
+        (
+            "qwen3_5_text",
+            {},
+            Layout(
+                tp=2,
+                sequence_parallel=True,
+                recompute="selective",
+            ),
+            "left",
+        ),
+        (
+            "qwen3_next",
+            {},
+            Layout(
+                tp=2,
+                sequence_parallel=True,
+                ep=2,
+            ),
+            "right",
+        ),
         ("qwen3_next", {"tie_word_embeddings": True, "num_experts": 0}, INTERLEAVED, "left"),
-        ("qwen3_next", {"norm_topk_prob": False}, Layout(ep=2, dp=2, recompute="full"), "left"),
+        (
+            "qwen3_next",
+            {"norm_topk_prob": False},
+            Layout(
+                ep=2,
+                dp=2,
+                recompute="full",
+            ),
+            "left",
+        ),
         ("qwen3_5_moe_text", {}, FOUR_RANKS, "left"),
     ],
 )
@@ -139,10 +166,19 @@ def test_packed_documents_equal_documents_alone(tmp_path: Path) -> None:
             part = (slice(row, row + 1), slice(begin, end))
             mask = (segments[part] != 0).long()
             with torch.no_grad():
-                expected[part] = model(tokens[part], attention_mask=mask, use_cache=False).logits
+                expected[part] = model(
+                    tokens[part],
+                    attention_mask=mask,
+                    use_cache=False,
+                ).logits
     is_token = segments != 0
     for actual in run_ranks(_logits, 4, str(tmp_path)):
-        torch.testing.assert_close(actual[is_token], expected[is_token], rtol=0.0, atol=2e-5)
+        torch.testing.assert_close(
+            actual[is_token],
+            expected[is_token],
+            rtol=0.0,
+            atol=2e-5,
+        )
 
 
 def test_segments_that_go_on_after_others_are_refused() -> None:

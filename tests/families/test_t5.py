@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, Layout, Rows]] = {
     "no masks": (t5, Layout(pp=2, num_microbatches=4), [
         {name: row[name] for name in ("input_ids", "labels")} for row in _pairs()
     ]),
-    "heads exchanged": (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2), _pairs(num_targets=8)),
+    "heads exchanged": (t5, Layout(cp=2, cp_comm_type="a2a", pp=2, num_microbatches=2,), _pairs(num_targets=8)),
 }  # fmt: skip
 """Model, layout and rows."""
 RARER_CASES: dict[str, tuple[Any, Layout, Rows]] = {
@@ -169,7 +169,11 @@ def _random_weights(fields: dict[str, Any]) -> Tensors:
     from lightning_megatron import MegatronModule
 
     module = MegatronModule(model=fields)
-    trainer_of(Case()).validate(module, DataLoader(_pairs()), verbose=False)  # type: ignore[arg-type]
+    trainer_of(Case()).validate(
+        module,
+        DataLoader(_pairs()),  # type: ignore[arg-type]
+        verbose=False,
+    )
     return tensors_of(module)
 
 

@@ -184,7 +184,15 @@ def hf_output(call: Call) -> Tensor:
 
 def compare(calls: Sequence[Call], layout: Layout, **case: Any) -> None:
     """Assert that every rank generates the sequences of transformers."""
-    for call, actual in zip(calls, generate(calls, layout, **case), strict=True):
+    for call, actual in zip(
+        calls,
+        generate(
+            calls,
+            layout,
+            **case,
+        ),
+        strict=True,
+    ):
         assert actual.tolist() == hf_output(call).tolist(), (call.model, call.options)
 
 

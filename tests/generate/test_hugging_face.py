@@ -319,7 +319,15 @@ def test_scores_equal_hugging_face() -> None:
     beams = {"num_beams": 3, "num_return_sequences": 2}
     outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     one: Any = hf_output(make_call("llama", rows, **options, **outputs))
-    several: Any = hf_output(make_call("llama", rows, **options, **beams, **outputs))
+    several: Any = hf_output(
+        make_call(
+            "llama",
+            rows,
+            **options,
+            **beams,
+            **outputs,
+        )
+    )
     beam_scores = hf_model("llama").compute_transition_scores(
         several.sequences, several.scores, several.beam_indices
     )
@@ -407,7 +415,16 @@ def test_stop_strings_end_sequences_like_hugging_face() -> None:
     compare([*calls, _stopped_t5()], Layout(pp=2))
     # Without the prompt's half the third row goes on.
     plain["stop_strings_from_prompt"] = False
-    (found,) = generate([make_call("mistral", (ids, mask), **plain)], Layout(pp=2))
+    (found,) = generate(
+        [
+            make_call(
+                "mistral",
+                (ids, mask),
+                **plain,
+            )
+        ],
+        Layout(pp=2),
+    )
     expected = [row + [1] * (12 - len(row)) for row in (*alone[:2], new[2], alone[3])]
     assert found[:, 7:].tolist() == expected
 

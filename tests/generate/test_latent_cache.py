@@ -15,7 +15,11 @@ from tests.parity.training import TP2_SP, Case, Layout, trainer_of
 from tests.ranks import run_ranks
 
 
-def _shapes_of_buffers(directory: str, case: Case, calls: list[Call]) -> list[tuple[int, ...]]:
+def _shapes_of_buffers(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> list[tuple[int, ...]]:
     (call,) = calls
     shapes: list[tuple[int, ...]] = []
     allocate = KeyValueCache._new_buffer
@@ -45,7 +49,11 @@ def _generate_with_adapters(directory: str, case: Case, call: Call) -> Tensor:
     module = pretrained_module(f"{directory}/source", lora=f"{directory}/adapter")
     loader: DataLoader[Any] = DataLoader(padded_sentences(), batch_size=4)  # type: ignore[arg-type]
     trainer_of(case).validate(module, loader, verbose=False)
-    tokens: Tensor = module.generate(call.input_ids, call.attention_mask, **call.options)
+    tokens: Tensor = module.generate(
+        call.input_ids,
+        call.attention_mask,
+        **call.options,
+    )
     return tokens
 
 

@@ -69,7 +69,15 @@ def test_they_equal_hugging_face_in_the_order_of_the_pairs(
     _compare(layout, names)
 
 
-@pytest.mark.parametrize("layout", layouts_on_gpus(Layout(), TP2, Layout(pp=2), Layout(dp=2)))
+@pytest.mark.parametrize(
+    "layout",
+    layouts_on_gpus(
+        Layout(),
+        TP2,
+        Layout(pp=2),
+        Layout(dp=2),
+    ),
+)
 def test_on_gpus_they_equal_hugging_face(layout: Layout) -> None:
     _compare(layout, ("gpt2", "llama"), accelerator="gpu")
 

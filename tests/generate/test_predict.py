@@ -233,7 +233,12 @@ def _gather(
     from lightning_megatron import DatasetDataModule, MegatronModule, gather_predictions
 
     class Numbers(MegatronModule):
-        def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        def predict_step(
+            self,
+            batch: Batch,
+            batch_idx: int,
+            dataloader_idx: int = 0,
+        ) -> Any:
             number = batch["input_ids"][:, 0]
             ragged = number.to(torch.bfloat16)[:, None].repeat(1, 1 + batch_idx)
             return (

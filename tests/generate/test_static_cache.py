@@ -244,7 +244,11 @@ def _generate_three_times(
     return results
 
 
-def _synchronize_in_steps(directory: str, case: Case, calls: list[Call]) -> Any:
+def _synchronize_in_steps(
+    directory: str,
+    case: Case,
+    calls: list[Call],
+) -> Any:
     """The error when recorded steps synchronize with the device, and the sequences before and without graphs."""
     from lightning_megatron.engine.ops.key_value_cache import TokenStep
 

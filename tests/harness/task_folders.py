@@ -79,7 +79,13 @@ def write_tasks(folder: Path, documents: int = 7) -> Path:
     tasks = folder / "tasks"
     tasks.mkdir()
     for name, fields in _FIELDS.items():
-        write_task(tasks / f"{name}.yaml", data, fields, task=name, metrics=_METRICS[name])
+        write_task(
+            tasks / f"{name}.yaml",
+            data,
+            fields,
+            task=name,
+            metrics=_METRICS[name],
+        )
     members = "".join(f"  - {name}\n" for name in ("choice", "letters"))
     (tasks / "both.yaml").write_text(
         f"group: both\ntask:\n{members}aggregate_metric_list: [{{metric: acc}}]\n"

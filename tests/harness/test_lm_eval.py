@@ -53,18 +53,32 @@ CHATS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Results]:
     """Of the ``hf`` model: all tasks, and chats with examples."""
-    (results,) = run_ranks(_with_hugging_face, 1, folder, [{"tasks": TASKS}, CHATS])
+    (results,) = run_ranks(
+        _with_hugging_face,
+        1,
+        folder,
+        [{"tasks": TASKS}, CHATS],
+    )
     return results  # type: ignore[no-any-return]
 
 
 def _with_hugging_face(folder: Path, runs: list[dict[str, Any]]) -> list[Results]:
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(str(folder / "model"), device="cpu", dtype="float32", batch_size=3)
+    model = HFLM(
+        str(folder / "model"),
+        device="cpu",
+        dtype="float32",
+        batch_size=3,
+    )
     return [_results(model, folder, run) for run in runs]
 
 
-def _results(model: Any, folder: Path, run: dict[str, Any]) -> Results:
+def _results(
+    model: Any,
+    folder: Path,
+    run: dict[str, Any],
+) -> Results:
     from lightning_megatron.harness import HarnessOptions
     from lightning_megatron.harness.evaluation import evaluate_tasks, metrics_of
     from lightning_megatron.harness.tasks import load_tasks
@@ -115,7 +129,11 @@ def _compare(found: Results, wanted: Results) -> None:
                 assert answer[1] == theirs[1]
 
 
-def _with_megatron(folder: Path, case: Case, runs: list[dict[str, Any]]) -> list[Results]:
+def _with_megatron(
+    folder: Path,
+    case: Case,
+    runs: list[dict[str, Any]],
+) -> list[Results]:
     from lightning_megatron import MegatronLM, MegatronModule
 
     module = MegatronModule(model=str(folder / "model"), pretrained=True)
@@ -352,7 +370,13 @@ def test_the_page_evaluates(tmp_path: Path) -> None:
     (task,) = blocks(PAGE, "yaml")
     (tmp_path / "questions.yaml").write_text(task)
     for words, ranks in zip(commands(PAGE), (1, 2), strict=True):
-        code, out, err = run_cli(tmp_path, *words[1:], "--accelerator", "cpu", ranks=ranks)
+        code, out, err = run_cli(
+            tmp_path,
+            *words[1:],
+            "--accelerator",
+            "cpu",
+            ranks=ranks,
+        )
         assert code == 0, err
         assert "questions" in out
     assert json.loads((tmp_path / "results.json").read_text())["n-samples"]["questions"]
@@ -365,8 +389,18 @@ def test_the_page_evaluates(tmp_path: Path) -> None:
     run_ranks(_run_block, 1, tmp_path, 1, {})
 
 
-def _run_block(folder: Path, number: int, changes: dict[str, str]) -> None:
-    variables = execute(PAGE, number, str(folder), changes, loader=token_loader())
+def _run_block(
+    folder: Path,
+    number: int,
+    changes: dict[str, str],
+) -> None:
+    variables = execute(
+        PAGE,
+        number,
+        str(folder),
+        changes,
+        loader=token_loader(),
+    )
     if number == 0:
         assert 0 <= variables["trainer"].callback_metrics["questions/acc"] <= 1
     else:
@@ -381,8 +415,22 @@ def test_the_callback_evaluates_the_current_weights_and_leaves_training_alone(
     tmp_path: Path,
 ) -> None:
     layout = Layout(tp=2, dp=2, num_microbatches=2)
-    (with_it, logged, final), *_ = run_ranks(_train, 4, folder, tmp_path, layout, True)
-    (without, _, _), *_ = run_ranks(_train, 4, folder, tmp_path, layout, False)
+    (with_it, logged, final), *_ = run_ranks(
+        _train,
+        4,
+        folder,
+        tmp_path,
+        layout,
+        True,
+    )
+    (without, _, _), *_ = run_ranks(
+        _train,
+        4,
+        folder,
+        tmp_path,
+        layout,
+        False,
+    )
     assert with_it == without
     assert [step for step, _ in logged] == [2, 4]
     assert logged[-1][1] == pytest.approx(final, rel=1e-6)
@@ -420,7 +468,11 @@ def _train(
 
     seed_everything(1)
     case = Case(layout=layout, steps=4)
-    module = MegatronModule(model=str(folder / "model"), pretrained=True, lr=1e-2)
+    module = MegatronModule(
+        model=str(folder / "model"),
+        pretrained=True,
+        lr=1e-2,
+    )
     callbacks: list[Any] = []
     run = {"tasks": ["last"], "include_path": [folder / "tasks"], "bootstrap_iters": 0}
     if evaluates:

@@ -61,7 +61,12 @@ def make_intact_files(folder: Path) -> None:
         (folder / "core" / name).unlink()
 
 
-def _write(name: str, content: bytes, command: str, folder: Path) -> str:
+def _write(
+    name: str,
+    content: bytes,
+    command: str,
+    folder: Path,
+) -> str:
     (folder / name).write_bytes(content)
     return command
 
@@ -494,7 +499,12 @@ _TEXTS = {
     "zst_line": _Text(name="x.jsonl.zst", begin=b'{"text": "', end=b'"}\n'),
     "zst_blank_lines": _Text(name="x.jsonl.zst", letter=b"\n"),
     "zst_text": _Text(name="x.txt.zst"),
-    "gzip_line": _Text(name="x.jsonl.gz", begin=b'{"text": "', end=b'"}\n', blocks=20),
+    "gzip_line": _Text(
+        name="x.jsonl.gz",
+        begin=b'{"text": "',
+        end=b'"}\n',
+        blocks=20,
+    ),
     "gzip_text": _Text(name="x.txt.gz", blocks=20),
 }
 

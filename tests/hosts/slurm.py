@@ -101,7 +101,11 @@ class Slurm(Cluster):
         (self.folder / "job.sh").write_text(script)
         assert self.ask("sbatch job.sh") == "Submitted batch job 1\n"
 
-    def check_restart(self, fault: str, cause: Callable[[], object]) -> None:
+    def check_restart(
+        self,
+        fault: str,
+        cause: Callable[[], object],
+    ) -> None:
         """Cause a fault, and wait until the job has been restarted and takes steps."""
         starts = len(self.lines("begins"))
         begin = time.monotonic()

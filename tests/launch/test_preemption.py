@@ -132,7 +132,12 @@ def test_sigterm_saves_and_the_resumed_run_is_exact(
     assert_exact_resume(expected, resumed, *first_steps)
 
 
-def _in_slurm(run: Run, root: Path, signals: bool, restarts: int) -> Trace:
+def _in_slurm(
+    run: Run,
+    root: Path,
+    signals: bool,
+    restarts: int,
+) -> Trace:
     """Train as one of two SLURM tasks; with ``signals``, rank 1 gets the requeue signal in step 2."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 

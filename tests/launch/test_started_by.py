@@ -184,7 +184,12 @@ def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_
         exhaustive("a failing child", 1, "error: local rank 1 ended with code 3"),
     ],
 )
-def test_no_rank_is_left_running_alone(end: str, code: int, message: str, tmp_path: Path) -> None:
+def test_no_rank_is_left_running_alone(
+    end: str,
+    code: int,
+    message: str,
+    tmp_path: Path,
+) -> None:
     begin = time.monotonic()
     codes, printed = _run("lightning", end, tmp_path)
     assert codes == [code], printed

@@ -76,7 +76,16 @@ def train_transformers(
     optimizer = torch_optimizer(model, case)
     rows = Sentences(case.steps * case.global_batch_size, case.labels)
     # Lightning shuffles the training data of every distributed strategy with this sampler.
-    order = torch.tensor(list(DistributedSampler(rows, num_replicas=1, rank=0, seed=SEED)))
+    order = torch.tensor(
+        list(
+            DistributedSampler(
+                rows,
+                num_replicas=1,
+                rank=0,
+                seed=SEED,
+            )
+        )
+    )
     losses = []
     grad_norms = []
     gradients = {}

@@ -102,7 +102,12 @@ def _train_by_formula(
 ) -> tuple[list[dict[str, float]], list[dict[str, Tensor]]]:
     """Logged values and gradients of each step of the transformers model, which is trained in place."""
     parameters = dict(hf_model.named_parameters())
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=LR,
+        eps=1e-3,
+        weight_decay=0.0,
+    )
     logged = []
     gradients = []
     for _ in range(STEPS):
@@ -201,10 +206,22 @@ def test_distillation_equals_the_formula_on_transformers_logits(
         given = None
         batches = _with_top(rows, goals, top)
     case = Case(layout=layout, steps=STEPS, accelerator=accelerator_of(request))
-    ranks = run_ranks(_train, layout.world_size, str(tmp_path / "student"), given, case, batches)
+    ranks = run_ranks(
+        _train,
+        layout.world_size,
+        str(tmp_path / "student"),
+        given,
+        case,
+        batches,
+    )
     logged, gradients = _train_by_formula(hf_model, goals, rows, top)
     compare_steps(ranks, logged, saved_names(hf_model, gradients))
-    expected = _formula(_logits(hf_model, rows[:3]).detach(), goals[:3], rows[:3], top)
+    expected = _formula(
+        _logits(hf_model, rows[:3]).detach(),
+        goals[:3],
+        rows[:3],
+        top,
+    )
     for rank in ranks:
         validated = rank["validated"]
         for name, value in expected.items():
@@ -229,7 +246,11 @@ def _with_top(rows: Rows, goals: Tensor, top: int) -> Rows:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def _refusals(student: str, teacher: str, other: str) -> list[str]:
+def _refusals(
+    student: str,
+    teacher: str,
+    other: str,
+) -> list[str]:
     from lightning_megatron import DistillationTrainStep, MegatronModule
 
     def provider(*_: Any) -> Any:
@@ -258,7 +279,13 @@ def test_what_a_teacher_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     teacher = _teacher("llama")
     teacher.save_pretrained(tmp_path / "teacher")
     teacher.config.save_pretrained(tmp_path / "teacher/config")
-    odd = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=3, n_embd=8, n_head=2, n_positions=16)
+    odd = GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_layer=3,
+        n_embd=8,
+        n_head=2,
+        n_positions=16,
+    )
     GPT2LMHeadModel(odd).save_pretrained(tmp_path / "odd")
     folders = [str(tmp_path / name) for name in ("student", "teacher", "odd")]
     messages, others = run_ranks(_refusals, 2, *folders)

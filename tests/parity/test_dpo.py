@@ -142,7 +142,12 @@ def _train_by_formula(
 ) -> tuple[list[dict[str, float]], list[dict[str, Tensor]]]:
     """Logged values and gradients of each step of the transformers model, which is trained in place."""
     parameters = {name: each for name, each in hf_model.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        parameters.values(),
+        lr=LR,
+        eps=1e-3,
+        weight_decay=0.0,
+    )
     logged = []
     gradients = []
     for _ in range(STEPS):

@@ -47,7 +47,11 @@ TOKENS = torch.arange(24).reshape(2, 12)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def _save_random_adapter(case: Case, targets: list[str], folder: str) -> None:
+def _save_random_adapter(
+    case: Case,
+    targets: list[str],
+    folder: str,
+) -> None:
     """Save an adapter with ``peft``; its B is not zero, so that all gradients are nonzero."""
     from peft import LoraConfig, get_peft_model
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -118,18 +122,18 @@ CASES: dict[str, tuple[Case, Layout, list[str]]] = {
 }
 RARER_CASES: dict[str, tuple[Case, Layout, list[str]]] = {
     "some_vpp_recompute": (
-        LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full"), ["q_proj", "v_proj", "up_proj"]
+        LLAMA, Layout(tp=2, pp=2, vpp=2, num_microbatches=2, recompute="full",), ["q_proj", "v_proj", "up_proj"]
     ),
     "some_dp_recompute": (
-        LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True), ["k_proj", "down_proj"]
+        LLAMA, Layout(tp=2, dp=2, recompute="selective", overlap_communication=True,), ["k_proj", "down_proj"]
     ),
     "mqa_tp2_sp": (
         replace(LLAMA, model_fields=(("num_key_value_heads", 1),)), replace(FOUR_RANKS, pp=1), ["q_proj", "v_proj"]
     ),
-    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True), ALL),
+    "cp2": (LLAMA, Layout(cp=2, tp=2, sequence_parallel=True,), ALL),
 }  # fmt: skip
 ON_GPUS = (
-    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True), ALL
+    replace(LLAMA, accelerator="gpu"), Layout(tp=2, sequence_parallel=True, overlap_communication=True,), ALL
 )  # fmt: skip
 
 

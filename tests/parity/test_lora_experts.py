@@ -309,7 +309,12 @@ def test_training_adapters_of_experts_equals_peft(
     else:
         run_ranks(save_initial, 1, folder, family, targets)
     ours, logits, without = run_ranks(_train, layout.world_size, case, folder)[0]
-    ((theirs, of_base, of_our_files),) = run_ranks(_train_with_peft, 1, case, folder)
+    ((theirs, of_base, of_our_files),) = run_ranks(
+        _train_with_peft,
+        1,
+        case,
+        folder,
+    )
     for name, weight in ours.weights.items():
         if ".lora_" not in name:
             assert torch.equal(weight, ours.initial_weights[name]), f"{name} is not frozen"
@@ -362,7 +367,13 @@ def _train_and_save(
             trainer.save_checkpoint(f"{folder}/adapters.ckpt", weights_only=True)
 
     saver = callback(on_train_batch_end=save)
-    outcome = train_module(module, case, loader_of(case), ckpt_path=half, callbacks=[saver])
+    outcome = train_module(
+        module,
+        case,
+        loader_of(case),
+        ckpt_path=half,
+        callbacks=[saver],
+    )
     tokens = module.generate(TOKENS, max_new_tokens=4, eos_token_id=())
     return outcome.losses, module.logits(TOKENS).cpu(), tokens.tolist()
 
@@ -373,7 +384,13 @@ def test_checkpoint_goes_on_at_another_layout_and_is_converted(tmp_path: Path) -
     case = Case(steps=4)
     whole = run_ranks(_train_and_save, 2, replace(case, layout=EP2), folder)
     half = f"{folder}/half.ckpt"
-    resumed = run_ranks(_train_and_save, 2, replace(case, layout=TP2), folder, half)
+    resumed = run_ranks(
+        _train_and_save,
+        2,
+        replace(case, layout=TP2),
+        folder,
+        half,
+    )
     losses, logits, tokens = whole[0]
     own_losses, own_logits, own_tokens = resumed[0]
     assert own_losses == pytest.approx(losses[2:], rel=1.5e-6)
@@ -386,7 +403,11 @@ def test_checkpoint_goes_on_at_another_layout_and_is_converted(tmp_path: Path) -
     assert all(name.endswith(("_lora.A", "_lora.B")) for name in names)
 
 
-def _train_with_dropout(case: Case, folder: str, dropout: float) -> list[float]:
+def _train_with_dropout(
+    case: Case,
+    folder: str,
+    dropout: float,
+) -> list[float]:
     from lightning.pytorch import seed_everything
 
     from lightning_megatron import LoRA, MegatronModule
@@ -395,7 +416,12 @@ def _train_with_dropout(case: Case, folder: str, dropout: float) -> list[float]:
     module = MegatronModule(
         model=f"{folder}/base",
         pretrained=True,
-        lora=LoRA(rank=2, targets=(), target_parameters=("experts.down_proj",), dropout=dropout),
+        lora=LoRA(
+            rank=2,
+            targets=(),
+            target_parameters=("experts.down_proj",),
+            dropout=dropout,
+        ),
         lr=0.05,
     )
     return train_module(module, case, loader_of(case)).losses

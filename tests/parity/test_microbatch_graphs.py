@@ -36,7 +36,12 @@ def _train_with_fake_graphs(case: Case) -> tuple[Outcome, list[int]]:
 
     graphs_made: list[_FakeGraph] = []
 
-    def record(inputs: Any, body: Any, stream: Any, pool: Any) -> _FakeGraph:
+    def record(
+        inputs: Any,
+        body: Any,
+        stream: Any,
+        pool: Any,
+    ) -> _FakeGraph:
         graphs_made.append(_FakeGraph(inputs, body))
         return graphs_made[-1]
 

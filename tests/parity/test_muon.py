@@ -151,7 +151,11 @@ def _stacked(tensors: Tensors) -> Tensors:
             other.startswith(prefix) and other.endswith("gate_proj.weight") for other in tensors
         )
 
-        def of_experts(linear: str, prefix: str = prefix, count: int = count) -> list[Tensor]:
+        def of_experts(
+            linear: str,
+            prefix: str = prefix,
+            count: int = count,
+        ) -> list[Tensor]:
             return [tensors[f"{prefix}{expert}.{linear}.weight"] for expert in range(count)]
 
         halves = zip(of_experts("gate_proj"), of_experts("up_proj"), strict=True)
@@ -176,7 +180,13 @@ def _train(case: Case, dtype: torch.dtype) -> Outcome:
 
 def _on_ranks(case: Case, dtype: torch.dtype) -> Outcome:
     first: Outcome
-    first, *others = run_ranks(_train, case.layout.world_size, case, dtype, timeout=240)
+    first, *others = run_ranks(
+        _train,
+        case.layout.world_size,
+        case,
+        dtype,
+        timeout=240,
+    )
     assert all(other.losses == first.losses for other in others)
     return replace(
         first,
@@ -224,7 +234,11 @@ def test_training_equals_torch_on_hugging_face_matrices(case: Case) -> None:
     assert min(ours.grad_norms) > (case.clip or 0.0)
 
 
-def _one_step(case: Case, gradients: Tensors, weights: Tensors) -> tuple[Tensors, float]:
+def _one_step(
+    case: Case,
+    gradients: Tensors,
+    weights: Tensors,
+) -> tuple[Tensors, float]:
     """Weights of the Hugging Face model after torch's step, and the error of its iterations in bf16.
 
     The error is that to iterations in fp32, relative to the step of a matrix, the largest of all. (Another order of
@@ -251,7 +265,13 @@ def test_step_equals_torch_within_rounding() -> None:
     options = tuple({**MUON, "weight_decay": 0.0}.items())
     case = replace(LLAMA, steps=1, clip=None, layout=TP2_DP2, optimizer=options)
     ours = _on_ranks(case, torch.bfloat16)
-    ((theirs, rounding),) = run_ranks(_one_step, 1, case, ours.gradients, ours.initial_weights)
+    ((theirs, rounding),) = run_ranks(
+        _one_step,
+        1,
+        case,
+        ours.gradients,
+        ours.initial_weights,
+    )
     assert 1e-3 < rounding < 0.1
     errors = {}
     for name, expected in theirs.items():
@@ -284,7 +304,11 @@ def _skipped_step(case: Case) -> tuple[bool, bool]:
     state: list[Tensor] = []
     watching = callback(on_before_optimizer_step=before, on_train_batch_end=after)
     strategy = MegatronStrategy(on_nan="skip")
-    trainer_of(case, strategy=strategy, callbacks=[watching]).fit(module, loader_of(case))
+    trainer_of(
+        case,
+        strategy=strategy,
+        callbacks=[watching],
+    ).fit(module, loader_of(case))
     return same[0], same[1]
 
 

@@ -66,7 +66,11 @@ def _small_buckets() -> Iterator[None]:
         yield
 
 
-def _train(case: Case, share: bool | float, module_options: dict[str, Any]) -> Ended:
+def _train(
+    case: Case,
+    share: bool | float,
+    module_options: dict[str, Any],
+) -> Ended:
     from lightning_megatron import MegatronStrategy
     from lightning_megatron.engine.host_state import is_placeholder
     from lightning_megatron.engine.optimizer_state import master_weights, param_states
@@ -79,7 +83,11 @@ def _train(case: Case, share: bool | float, module_options: dict[str, Any]) -> E
 
     layout = {name: value for name, value in asdict(case.layout).items() if name != "dp"}
     strategy = MegatronStrategy(**{**layout, "offload_optimizer": share})
-    trainer = trainer_of(case, strategy=strategy, callbacks=[callback(on_train_batch_end=end)])
+    trainer = trainer_of(
+        case,
+        strategy=strategy,
+        callbacks=[callback(on_train_batch_end=end)],
+    )
     with _small_buckets():
         trainer.fit(module_of(case, **module_options), loader_of(case))
     optimizer = strategy.megatron_optimizer
@@ -235,7 +243,11 @@ def _used_by_second_fit(case: Case) -> tuple[bool, int]:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def _fit(run: Run, path: Path, ema: bool = False) -> list[float]:
+def _fit(
+    run: Run,
+    path: Path,
+    ema: bool = False,
+) -> list[float]:
     """Train, save, and return the losses."""
     from lightning_megatron import EMA
 
@@ -385,7 +397,11 @@ def _updated_twice(case: Case) -> tuple[list[bool], bool]:
 
     with _small_buckets(), contextlib.ExitStack() as undo:
         strategy = MegatronStrategy(offload_optimizer=True, cuda_graphs=case.layout.cuda_graphs)
-        trainer = trainer_of(case, strategy=strategy, callbacks=[callback(on_train_start=fitted)])
+        trainer = trainer_of(
+            case,
+            strategy=strategy,
+            callbacks=[callback(on_train_start=fitted)],
+        )
         trainer.fit(module_of(case), loader_of(case))
         (part,) = trainer.strategy.megatron_optimizer.parts
         held = [state for each in param_states([part]) for state in each.tensors.values()]
@@ -458,9 +474,11 @@ def _peak_bytes(case: Case, share: float) -> tuple[int, int]:
 
     torch.cuda.reset_peak_memory_stats()
     strategy = MegatronStrategy(offload_optimizer=share)
-    trainer_of(case, strategy=strategy, callbacks=[callback(on_train_start=begin)]).fit(
-        module_of(case), loader_of(case)
-    )
+    trainer_of(
+        case,
+        strategy=strategy,
+        callbacks=[callback(on_train_start=begin)],
+    ).fit(module_of(case), loader_of(case))
     return found[0], found[1]
 
 

@@ -147,7 +147,12 @@ def test_peer_copies_equal_collectives(model: str, layout: Layout, exchanges: in
     if ranks[0][1] is not None:
         [(_, logits)] = run_ranks(_train, 1, case.on_one_process)
         # fp32 rounding after training.
-        torch.testing.assert_close(ranks[0][1], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ranks[0][1],
+            logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 def test_fp8_peer_copies_equal_collectives() -> None:

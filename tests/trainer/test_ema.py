@@ -118,7 +118,11 @@ def test_average_equals_torchs_and_resumes_at_another_layout(
     run = _run(first, 2, **changes)
     run_ranks(_train, 2, run, tmp_path, {})
     middle = tmp_path / "step=2.ckpt"
-    resumed = _run(then, 4, **changes).but(ckpt_path=str(middle))
+    resumed = _run(
+        then,
+        4,
+        **changes,
+    ).but(ckpt_path=str(middle))
     assert run_ranks(_train, 2, resumed, tmp_path, {"device": "cpu"}) == [4, 4]
     paths = [tmp_path / f"step={step}.ckpt" for step in range(1, 5)]
     expected = _averaged(paths)
@@ -126,12 +130,22 @@ def test_average_equals_torchs_and_resumes_at_another_layout(
     assert expected.keys() == found.keys()
     masters = _entries(paths[-1], MASTER_ENTRY)
     for name, average in found.items():
-        torch.testing.assert_close(average, expected[name], rtol=1e-6, atol=1e-8, msg=name)
+        torch.testing.assert_close(
+            average,
+            expected[name],
+            rtol=1e-6,
+            atol=1e-8,
+            msg=name,
+        )
         if "lora" not in changes.get("module", {}):
             assert not torch.equal(average, masters[name]), name
 
 
-@pytest.mark.parametrize("device", [on_gpus(1, None), on_gpus(1, "cpu")], ids=str)
+@pytest.mark.parametrize(
+    "device",
+    [on_gpus(1, None), on_gpus(1, "cpu")],
+    ids=str,
+)
 def test_average_on_gpus_equals_torchs(device: str | None, tmp_path: Path) -> None:
     """In the memory of the GPU, and copied to the host's at each update."""
     run = _run({}, 4, trainer={**BF16, "accelerator": "gpu"})
@@ -141,12 +155,24 @@ def test_average_on_gpus_equals_torchs(device: str | None, tmp_path: Path) -> No
     found = _entries(paths[-1], EMA_ENTRY)
     assert expected.keys() == found.keys()
     for name, average in found.items():
-        torch.testing.assert_close(average.cpu(), expected[name], rtol=1e-6, atol=1e-8, msg=name)
+        torch.testing.assert_close(
+            average.cpu(),
+            expected[name],
+            rtol=1e-6,
+            atol=1e-8,
+            msg=name,
+        )
 
 
 def test_updates_are_those_of_the_options(tmp_path: Path) -> None:
     options = {"every_n_steps": 2, "start_step": 3}
-    (count,) = run_ranks(_train, 1, _run({}, 6), tmp_path, options)
+    (count,) = run_ranks(
+        _train,
+        1,
+        _run({}, 6),
+        tmp_path,
+        options,
+    )
     assert count == 2
     assert not _entries(tmp_path / "step=3.ckpt", EMA_ENTRY)
     expected = _averaged([tmp_path / "step=4.ckpt", tmp_path / "step=6.ckpt"])
@@ -171,7 +197,12 @@ def _rolled_back(folder: Path) -> tuple[list[int], bool]:
             with ema.average_parameters():
                 averages.append(_weights(module))
 
-    fit(_run({}, 3), ema, callback(on_train_batch_end=record), checkpoints_at(folder))
+    fit(
+        _run({}, 3),
+        ema,
+        callback(on_train_batch_end=record),
+        checkpoints_at(folder),
+    )
     return counts, _are_equal(*averages)
 
 
@@ -266,7 +297,12 @@ def _evaluated(
     without = make_trainer(run)
     found["test_of_weights"] = without.test(module, loader, verbose=False)
     saved = str(folder / "step=3.ckpt")
-    found["test_of_checkpoint"] = trainer.test(module, loader, ckpt_path=saved, verbose=False)
+    found["test_of_checkpoint"] = trainer.test(
+        module,
+        loader,
+        ckpt_path=saved,
+        verbose=False,
+    )
     found["generated_of_checkpoint"] = module.generate(prompt, max_new_tokens=4).tolist()
     found["loaded"] = _are_equal(_weights(module), seen["validated"][-1])
     return found
@@ -295,7 +331,12 @@ def test_evaluations_use_the_average_and_training_goes_on_with_the_weights(
     from lightning_megatron.convert import ConvertOptions
     from lightning_megatron.convert.convert import convert
 
-    run = _run(strategy, 3, validate=True, **changes).but(trainer={"val_check_interval": 1})
+    run = _run(
+        strategy,
+        3,
+        validate=True,
+        **changes,
+    ).but(trainer={"val_check_interval": 1})
     freezes = "frozen" in request.node.name
     for found in run_ranks(_evaluated, 2, run, tmp_path, freezes):
         for name in ("kept", "kept_in_test", "kept_at_end", "differs", "average", "loaded"):
@@ -308,11 +349,21 @@ def test_evaluations_use_the_average_and_training_goes_on_with_the_weights(
     weights_only = read_tensors(tmp_path / "weights.ckpt")
     for name, average in _entries(saved, EMA_ENTRY).items():
         first = 1 if freezes and ".layers." in name else 0  # of a stack, the layers with an average
-        torch.testing.assert_close(average[first:], expected[name][first:], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            average[first:],
+            expected[name][first:],
+            rtol=1e-6,
+            atol=1e-8,
+        )
         again = weights_only[EMA_ENTRY + name][: len(average)]
         assert torch.equal(average[first:], again[first:]), name
         assert torch.equal(trained[name], weights_only[name]), name
-    options = ConvertOptions(load_path=saved, save_path=tmp_path / "ema", to="hf", ema=True)
+    options = ConvertOptions(
+        load_path=saved,
+        save_path=tmp_path / "ema",
+        to="hf",
+        ema=True,
+    )
     convert(options)
     converted = load_file(tmp_path / "ema" / "model.safetensors")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -329,7 +380,14 @@ def _adapted(folder: Path) -> None:
     trainer.lightning_module.save_pretrained(folder / "base")
     base: dict[str, Any] = {"model": str(folder / "base"), "pretrained": True}
     ema = EMA(decay=DECAY)
-    trainer, _ = fit(_run(TP2, 3, module={**base, **LORA}), ema)
+    trainer, _ = fit(
+        _run(
+            TP2,
+            3,
+            module={**base, **LORA},
+        ),
+        ema,
+    )
     trainer.save_checkpoint(folder / "adapters.ckpt", weights_only=True)
     with ema.average_parameters():
         trainer.lightning_module.save_pretrained(folder / "peft")
@@ -347,7 +405,14 @@ def test_averaged_adapters_are_in_a_checkpoint_of_weights_alone(tmp_path: Path) 
     for ema in (False, True):
         folder = tmp_path / f"converted {ema}"
         saved = tmp_path / "adapters.ckpt"
-        convert(ConvertOptions(load_path=saved, save_path=folder, to="peft", ema=ema))
+        convert(
+            ConvertOptions(
+                load_path=saved,
+                save_path=folder,
+                to="peft",
+                ema=ema,
+            )
+        )
         adapters[ema] = load_file(folder / "adapter_model.safetensors")
     exported = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert exported.keys() == adapters[True].keys()
@@ -382,7 +447,11 @@ def _failed(run: Run) -> tuple[bool, bool]:
 
 
 def test_weights_come_back_after_an_error_in_a_validation() -> None:
-    run = _run(DP2, 3, validate=True).but(trainer={"val_check_interval": 1, **BF16})
+    run = _run(
+        DP2,
+        3,
+        validate=True,
+    ).but(trainer={"val_check_interval": 1, **BF16})
     assert run_ranks(_failed, 2, run) == [(False, True)] * 2
 
 

@@ -90,8 +90,24 @@ def _freeze(model: Any, what: What) -> None:
         # The embedding is tied: if one pipeline stage freezes its copy, the other stage's is frozen as well.
         ("embeddings", FOUR_RANKS),
         # The first stage has no trainable weight.
-        ("lower half", Layout(pp=2, dp=2, recompute="full", overlap_communication=True)),
-        ("lower half", Layout(pp=2, vpp=2, num_microbatches=2, distributed_optimizer=False)),
+        (
+            "lower half",
+            Layout(
+                pp=2,
+                dp=2,
+                recompute="full",
+                overlap_communication=True,
+            ),
+        ),
+        (
+            "lower half",
+            Layout(
+                pp=2,
+                vpp=2,
+                num_microbatches=2,
+                distributed_optimizer=False,
+            ),
+        ),
         ("all but the last layer", Layout(tp=2, dp=2, distributed_optimizer=False)),
     ],
     ids=str,
@@ -154,7 +170,11 @@ def _refusals(case: Case) -> list[str]:
     frozen.freeze()
     return [
         refused_fit(case, module_of(case, OnFitStart)),
-        refused_fit(case, module_of(case), callbacks=[callback(on_train_batch_end=freeze)]),
+        refused_fit(
+            case,
+            module_of(case),
+            callbacks=[callback(on_train_batch_end=freeze)],
+        ),
         refused_fit(case, frozen),
     ]
 

@@ -45,7 +45,11 @@ def _spiky_step() -> Any:
     bad = _batches()[SPIKE - 1]
 
     class SpikyStep(GPTTrainStep):
-        def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
+        def loss_func(
+            self,
+            batch: Batch,
+            output: Tensor,
+        ) -> dict[str, LossTerm]:
             term = super().loss_func(batch, output)["lm_loss"]
             is_token_bad = batch["tokens"][:, None] == bad.to(output.device)
             if is_token_bad.all(-1).any():
@@ -95,7 +99,12 @@ def _guarded(
     _, reference = fit(shorter)
     again = run.but(ckpt_path=str(folder / "step=8.ckpt"))
     _, resumed = fit(again, guards[1], checkpoints_at(folder / "b", **often))
-    message = refusal(fit, run, guards[2], checkpoints_at(folder / "c", **often))
+    message = refusal(
+        fit,
+        run,
+        guards[2],
+        checkpoints_at(folder / "c", **often),
+    )
     states = [guard.state_dict() for guard in guards[:2]]
     return (guarded, reference, resumed), states, warned, message
 
@@ -284,11 +293,27 @@ def _check_each_step(cases: list[Case]) -> None:
 
 def test_replica_check_passes_a_run_without_faults() -> None:
     layouts = [
-        ("gpt2", Layout(pp=2, dp=2, overlap_communication=True), "bf16-mixed"),
+        (
+            "gpt2",
+            Layout(
+                pp=2,
+                dp=2,
+                overlap_communication=True,
+            ),
+            "bf16-mixed",
+        ),
         ("gpt2", Layout(tp=2, pp=2), "32-true"),
         ("experts", Layout(ep=2, dp=4), "bf16-mixed"),
         ("t5", Layout(pp=2, dp=2), "bf16-mixed"),
-        ("gpt2", Layout(tp=2, dp=2, offload_optimizer=0.5), "bf16-mixed"),
+        (
+            "gpt2",
+            Layout(
+                tp=2,
+                dp=2,
+                offload_optimizer=0.5,
+            ),
+            "bf16-mixed",
+        ),
     ]
     cases = [
         Case(model=model, layout=layout, precision=precision)
@@ -302,7 +327,13 @@ def test_replica_check_finds_what_flipped_before_the_step() -> None:
     flips = [
         Flip(rank=2, suffix=NORM, hook=before),
         Flip(rank=3, suffix=SPLIT, hook=before),
-        Flip(rank=1, suffix=BIAS, tensor="exp_avg", element=9, hook=before),
+        Flip(
+            rank=1,
+            suffix=BIAS,
+            tensor="exp_avg",
+            element=9,
+            hook=before,
+        ),
     ]
     strategy = {"tp": 2, "distributed_optimizer": False}
     for norm, split, moment in run_ranks(_flip_bits, 4, strategy, "32-true", flips):

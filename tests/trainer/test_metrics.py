@@ -145,7 +145,12 @@ def _callback_metrics(case: Case) -> list[dict[str, float]]:
         seen.append(metrics_of(trainer))
 
     watch = callback(on_train_batch_end=keep, on_validation_end=keep)
-    trainer = trainer_of(case, callbacks=[watch], max_steps=-1, max_epochs=2)
+    trainer = trainer_of(
+        case,
+        callbacks=[watch],
+        max_steps=-1,
+        max_epochs=2,
+    )
     val_loader = loader_of(replace(case, steps=2))
     trainer.fit(module_of(case), loader_of(case), val_loader)
     return seen

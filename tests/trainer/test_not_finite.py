@@ -53,7 +53,11 @@ def _bad_step(kind: Kind | None) -> Any:
     bad = Sentences(5 * 12).tokens[BAD_STEP * 12 + BAD_ROW]
 
     class BadStep(GPTTrainStep):
-        def loss_func(self, batch: Batch, output: Tensor) -> dict[str, LossTerm]:
+        def loss_func(
+            self,
+            batch: Batch,
+            output: Tensor,
+        ) -> dict[str, LossTerm]:
             is_bad = (batch["tokens"] == bad.to(output.device)).all(-1).any()
             if kind is None or not is_bad:
                 return super().loss_func(batch, output)
@@ -233,7 +237,12 @@ def test_bad_step_ends_or_is_skipped_on_all_ranks(
             # The bad step changes neither the weights nor the schedule.
             assert skipped.rates == rates[: BAD_STEP + 1] + rates[BAD_STEP:]
             for run, reference in ((raised, two_steps), (skipped, without_step)):
-                torch.testing.assert_close(run.weights, reference.weights, rtol=0, atol=tolerance)
+                torch.testing.assert_close(
+                    run.weights,
+                    reference.weights,
+                    rtol=0,
+                    atol=tolerance,
+                )
 
 
 def _fail_and_resume(

@@ -269,7 +269,14 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     ) -> None:
         strategy = MegatronStrategy(tp=2, on_nan=on_nan, load_from=load_from)
         trainer = trainer_of(replace(case, steps=4), strategy=strategy)
-        messages.append(refusal(trainer.fit, module, loader_of(case), **options))
+        messages.append(
+            refusal(
+                trainer.fit,
+                module,
+                loader_of(case),
+                **options,
+            )
+        )
 
     for on_nan in ("raise", "skip"):
         run(MegatronModule(model=str(folder / "model"), pretrained=True), on_nan)
@@ -289,7 +296,11 @@ def _begin_with_bad_weights(folder: Path) -> list[str]:
     run(module_of(case), ckpt_path=str(folder / "bad.ckpt"))
     validated = module_of(case)
     strategy = MegatronStrategy(tp=2, load_from=str(folder / "bad.ckpt"))
-    trainer_of(case, strategy=strategy).validate(validated, loader_of(case), verbose=False)
+    trainer_of(case, strategy=strategy).validate(
+        validated,
+        loader_of(case),
+        verbose=False,
+    )
     run(validated)
     return messages
 

@@ -182,7 +182,12 @@ def test_torch_schedulers_set_the_learning_rate() -> None:
     case = Case(layout=PP2, steps=4, lr=LR)
     rates, _ = common_result(_rates, case, "one_cycle", 1)
     assert rates == pytest.approx(expected)
-    rates, _ = common_result(_rates, replace(case, steps=1), "plateau", 4)
+    rates, _ = common_result(
+        _rates,
+        replace(case, steps=1),
+        "plateau",
+        4,
+    )
     assert rates == pytest.approx([LR, LR, 0.1 * LR, 0.01 * LR])
 
 

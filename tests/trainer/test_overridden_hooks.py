@@ -143,7 +143,12 @@ def _refusals(case: Case) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_loss_that_is_not_the_engines_is_refused_on_all_ranks(layout: Layout) -> None:
     expected = "Own.training_step: expected the loss that super().training_step(...)"
-    for messages in run_ranks(_refusals, 2, Case(layout=layout, steps=2), timeout=240):
+    for messages in run_ranks(
+        _refusals,
+        2,
+        Case(layout=layout, steps=2),
+        timeout=240,
+    ):
         for change, message in zip(OTHER_LOSSES, messages, strict=True):
             assert expected in message, change
             assert "loss_func of a TrainStep" in message
@@ -270,7 +275,12 @@ def _calls_under_lightning(case: Case, names: set[str]) -> list[str]:
 
     called: list[str] = []
     module = _recording(_with_loaders(Plain, case), names, called)()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=case.steps, **QUIET)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=case.steps,
+        **QUIET,
+    )
     _run_all(trainer, module)
     return called
 
@@ -283,7 +293,15 @@ def _calls(case: Case, names: set[str]) -> list[str]:
     called: list[str] = []
     kind = _recording(_with_loaders(MegatronModule, case), names, called)
     generation = GenerationOptions(max_new_tokens=1)
-    _run_all(trainer_of(case), module_of(case, kind, generation=generation, return_logits=True))
+    _run_all(
+        trainer_of(case),
+        module_of(
+            case,
+            kind,
+            generation=generation,
+            return_logits=True,
+        ),
+    )
     return called
 
 

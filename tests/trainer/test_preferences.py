@@ -66,7 +66,11 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def _fit(run: Run, save_to: str | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
+def _fit(
+    run: Run,
+    save_to: str | None = None,
+    ckpt_path: str | None = None,
+) -> dict[str, Any]:
     """Train; logged values, the batches, the lines that say where references are from, and the last logits."""
     from lightning.pytorch import seed_everything
     from lightning_utilities.core import rank_zero
@@ -77,7 +81,13 @@ def _fit(run: Run, save_to: str | None = None, ckpt_path: str | None = None) -> 
     batches: list[dict[str, Tensor]] = []
     logged: list[dict[str, float]] = []
 
-    def record(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def record(
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         batches.append({name: tensor.clone() for name, tensor in batch.items()})
         logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
@@ -147,7 +157,12 @@ def test_references_are_those_of_transformers_and_are_cached(layout: Layout, fol
     for rank in ranks:
         for batch in rank["batches"]:
             for name, values in _expected(batch, f"{folder}/model").items():
-                torch.testing.assert_close(batch[name], values, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    batch[name],
+                    values,
+                    rtol=1e-5,
+                    atol=1e-5,
+                )
         first = rank["logged"][0]
         assert first["train_loss"] == pytest.approx(math.log(2), abs=1e-5)
         assert first["train_margin"] == pytest.approx(0.0, abs=1e-4)
@@ -187,7 +202,11 @@ def _damaged(folder: str) -> None:
         file.write_bytes(content)
 
 
-def _one_rank(folder: str, change: Any, options: dict[str, Any]) -> list[list[str]]:
+def _one_rank(
+    folder: str,
+    change: Any,
+    options: dict[str, Any],
+) -> list[list[str]]:
     """Lines of a first run, and of a second one after a change."""
     before = _fit(Run(folder=folder, steps=1))
     if change is not None:
@@ -195,7 +214,12 @@ def _one_rank(folder: str, change: Any, options: dict[str, Any]) -> list[list[st
     after = _fit(Run(folder=folder, steps=1, **options))
     for batch in after["batches"]:
         for name, values in _expected(batch, f"{folder}/model").items():
-            torch.testing.assert_close(batch[name], values, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                batch[name],
+                values,
+                rtol=1e-5,
+                atol=1e-5,
+            )
     return [before["lines"], after["lines"]]
 
 
@@ -214,13 +238,23 @@ def _one_rank(folder: str, change: Any, options: dict[str, Any]) -> list[list[st
 def test_a_cache_of_anything_else_is_computed_again(
     change: Any, options: dict[str, Any], num_computed: int, folder: str
 ) -> None:
-    ((first, second),) = run_ranks(_one_rank, 1, folder, change, options)
+    ((first, second),) = run_ranks(
+        _one_rank,
+        1,
+        folder,
+        change,
+        options,
+    )
     assert [line.split()[0] for line in first] == ["Computing", "Computing"]
     computed = [line for line in second if line.startswith("Computing")]
     assert (len(second), len(computed)) == (2, num_computed)
 
 
-@pytest.mark.parametrize("layout", [Layout(), exhaustive(PP2_DP2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), exhaustive(PP2_DP2)],
+    ids=str,
+)
 def test_a_resumed_run_keeps_the_reference_of_its_start(layout: Layout, folder: str) -> None:
     run = Run(folder=folder, layout=layout, steps=4)
     (straight, *_) = run_ranks(_fit, layout.world_size, run)
@@ -228,7 +262,13 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(layout: Layout, folder: 
     half = Run(folder=folder, layout=layout, steps=2)
     run_ranks(_fit, layout.world_size, half, checkpoint)
     shutil.rmtree(f"{folder}/reference_logps")
-    (resumed, *_) = run_ranks(_fit, layout.world_size, run, None, checkpoint)
+    (resumed, *_) = run_ranks(
+        _fit,
+        layout.world_size,
+        run,
+        None,
+        checkpoint,
+    )
     steps = zip(resumed["logged"], straight["logged"][2:], strict=True)
     for after, before in steps:
         assert after["train_rewards_chosen"] == before["train_rewards_chosen"]
@@ -240,7 +280,12 @@ def _from_checkpoint(folder: str) -> dict[str, Any]:
     """Train, and then again with the result as initial weights of a model without any."""
     _fit(Run(folder=folder), f"{folder}/tuned.ckpt")
     return _fit(
-        Run(folder=folder, model={"pretrained": False}, load_from=f"{folder}/tuned.ckpt", steps=1)
+        Run(
+            folder=folder,
+            model={"pretrained": False},
+            load_from=f"{folder}/tuned.ckpt",
+            steps=1,
+        )
     )
 
 
@@ -259,7 +304,12 @@ def _adapters_and_rewards(folder: str) -> dict[str, Any]:
     return {
         "lora": _fit(Run(folder=folder, model=lora, steps=1)),
         "given": _fit(
-            Run(folder=folder, model=lora, data={"reference": f"{folder}/model"}, steps=1)
+            Run(
+                folder=folder,
+                model=lora,
+                data={"reference": f"{folder}/model"},
+                steps=1,
+            )
         ),
         "reward": _fit(
             Run(

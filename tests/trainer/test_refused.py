@@ -181,7 +181,12 @@ def test_incompatible_settings_are_refused_on_every_rank(ranks: int) -> None:
 class Unfreezing(callbacks.BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None: ...
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: object) -> None: ...
+    def finetune_function(
+        self,
+        pl_module: Any,
+        epoch: int,
+        optimizer: object,
+    ) -> None: ...
 
 
 class ManualOptimization(MegatronModule):

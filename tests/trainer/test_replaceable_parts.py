@@ -113,7 +113,12 @@ def test_example_model_equals_one_process_and_resumes_there(tmp_path: Path) -> N
     assert sharded.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
     assert sharded.weights.keys() == whole.weights.keys()
     for name, weight in whole.weights.items():
-        torch.testing.assert_close(sharded.weights[name], weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            sharded.weights[name],
+            weight,
+            rtol=1e-4,
+            atol=1e-5,
+        )
         assert not torch.equal(whole.initial_weights[name], weight)
     resumed = join_outcomes(run_ranks(_train_own_model, 1, one, tmp_path, True))
     assert len(resumed.losses) == case.steps
@@ -121,7 +126,11 @@ def test_example_model_equals_one_process_and_resumes_there(tmp_path: Path) -> N
         assert torch.equal(weight, sharded.weights[name])
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=True), Layout(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=2, sequence_parallel=True), Layout(cp=2)],
+    ids=str,
+)
 def test_example_model_refuses_parts_of_sequences(layout: Layout, tmp_path: Path) -> None:
     case = replace(CASE, layout=layout, model="llama")
     with pytest.raises(RankError, match="expected whole sequences, whose tokens a convolution"):

@@ -45,7 +45,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-def _steps(run: Run, save_at: int | None = None, path: Path | None = None) -> Steps:
+def _steps(
+    run: Run,
+    save_at: int | None = None,
+    path: Path | None = None,
+) -> Steps:
     """Train; return loss and batch of each step, to that with a checkpoint: the rest is lost, as by a kill."""
     steps: Steps = []
 
@@ -91,7 +95,12 @@ EPOCHS = {"max_steps": -1, "max_epochs": 2}
     ],
     ids=str,
 )
-def test_resume_is_exact(run: Run, trainer: dict[str, Any], workers: int, tmp_path: Path) -> None:
+def test_resume_is_exact(
+    run: Run,
+    trainer: dict[str, Any],
+    workers: int,
+    tmp_path: Path,
+) -> None:
     run = run.but(trainer=trainer)
     path = tmp_path / "a.ckpt"
     expected = run_ranks(_steps, 2, run)
@@ -147,7 +156,11 @@ def _with_eod_options(run: Run) -> Steps:
 
 
 def test_separate_documents_train_as_the_train_step_separates_them(run: Run) -> None:
-    run = run.but(trainer={"max_steps": 2}, strategy={"num_microbatches": 1}, global_batch=4)
+    run = run.but(
+        trainer={"max_steps": 2},
+        strategy={"num_microbatches": 1},
+        global_batch=4,
+    )
     (separated,) = run_ranks(_steps, 1, run.but(indexed={"separate_documents": True}))
     (expected,) = run_ranks(_with_eod_options, 1, run)
     assert [one["loss"] for one in separated] == [one["loss"] for one in expected]
@@ -163,7 +176,11 @@ def _validate(run: Run) -> float:
     settings = dict(run.indexed)
     settings["valid_data_path"] = settings.pop("data_path")
     data = StreamingTextDataModule(**settings, micro_batch_size=3)
-    (metrics,) = make_trainer(run).validate(make_module(run), datamodule=data, verbose=False)
+    (metrics,) = make_trainer(run).validate(
+        make_module(run),
+        datamodule=data,
+        verbose=False,
+    )
     return float(metrics["val_loss"])
 
 

@@ -78,14 +78,23 @@ def _row(number: int) -> dict[str, Tensor]:
     return {"input_ids": (number + torch.arange(SEQ_LENGTH)) % 100}
 
 
-def _loader(kind: Kind, workers: int, rank: int, dp: int) -> Any:
+def _loader(
+    kind: Kind,
+    workers: int,
+    rank: int,
+    dp: int,
+) -> Any:
     if kind == "hugging face":
         import datasets
         from datasets.distributed import split_dataset_by_node
 
         rows = [_row(number)["input_ids"].tolist() for number in range(NUM_ROWS)]
         stream = datasets.Dataset.from_dict({"input_ids": rows}).to_iterable_dataset(num_shards=4)
-        dataset: Any = split_dataset_by_node(stream, rank=rank, world_size=dp).with_format("torch")
+        dataset: Any = split_dataset_by_node(
+            stream,
+            rank=rank,
+            world_size=dp,
+        ).with_format("torch")
     else:
         stateful = kind == "stateful" or kind == "torchdata"
         dataset = (_NumbersWithState if stateful else _Numbers)(NUM_ROWS, rank, dp)
@@ -158,7 +167,12 @@ RUN = Run(
         exhaustive("torchdata", 2, 5),
     ],
 )
-def test_resume_is_exact(kind: Kind, workers: int, save_at: int, tmp_path: Path) -> None:
+def test_resume_is_exact(
+    kind: Kind,
+    workers: int,
+    save_at: int,
+    tmp_path: Path,
+) -> None:
     if kind == "hugging face":
         pytest.importorskip("datasets")
     if kind == "torchdata":
@@ -168,7 +182,13 @@ def test_resume_is_exact(kind: Kind, workers: int, save_at: int, tmp_path: Path)
     numbers = sorted(number for seen, _ in expected for rows in seen for number in rows)
     assert numbers == sorted([*range(NUM_ROWS)] * 2)
     first = run_ranks(_train, 2, RUN, kind, workers, save_at, path)
-    rest = run_ranks(_train, 2, RUN.but(ckpt_path=str(path)), kind, workers)
+    rest = run_ranks(
+        _train,
+        2,
+        RUN.but(ckpt_path=str(path)),
+        kind,
+        workers,
+    )
     for (seen, messages), (before, _), (after, _) in zip(expected, first, rest, strict=True):
         assert messages == []
         assert before + after == seen
@@ -176,7 +196,12 @@ def test_resume_is_exact(kind: Kind, workers: int, save_at: int, tmp_path: Path)
 
 def test_stream_without_a_position_is_reported_before_it_trains(tmp_path: Path) -> None:
     run = RUN.but(trainer={"max_epochs": 1})
-    (_, messages), (_, others) = run_ranks(_train, 2, run, "plain")
+    (_, messages), (_, others) = run_ranks(
+        _train,
+        2,
+        run,
+        "plain",
+    )
     assert len(messages) == 1
     assert "cannot resume exactly" in messages[0]
     assert "_Numbers: it has no state_dict" in messages[0]
@@ -190,9 +215,19 @@ def _refused(run: Run, workers: int) -> str:
 def test_positions_of_other_replicas_or_workers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     run_ranks(_train, 2, RUN, "stateful", 0, 3, path)
-    for message in run_ranks(_refused, 2, RUN.but(ckpt_path=str(path)), 1):
+    for message in run_ranks(
+        _refused,
+        2,
+        RUN.but(ckpt_path=str(path)),
+        1,
+    ):
         assert "num_workers=1: expected the 0 of the run that wrote the checkpoint" in message
-    (message,) = run_ranks(_refused, 1, RUN.but(ckpt_path=str(path)), 0)
+    (message,) = run_ranks(
+        _refused,
+        1,
+        RUN.but(ckpt_path=str(path)),
+        0,
+    )
     assert "dp=1: expected the 2 data-parallel replicas" in message
 
 

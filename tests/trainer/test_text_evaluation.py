@@ -133,7 +133,12 @@ def test_perplexity_and_last_word_accuracy_equal_transformers(folder: Path, layo
     mean, right = _losses(model, _last_words(tokenizer))
     of_windows, _ = _losses(model, _windows(tokenizer))
     assert 0.2 < right < 0.8
-    for metrics in run_ranks(_test, layout.world_size, str(folder), Case(layout=layout)):
+    for metrics in run_ranks(
+        _test,
+        layout.world_size,
+        str(folder),
+        Case(layout=layout),
+    ):
         # A count, so exact.
         assert metrics["last_word"]["test_last_word_accuracy"] == pytest.approx(right, rel=1e-14)
         for task, expected in (("last_word", mean), ("perplexity", of_windows)):
@@ -175,7 +180,11 @@ def _losses_of_encodings(folder: str) -> list[Any]:
         path = f"{folder}/{name}"
         data = TextEvaluationDataModule(path, folder, seq_length=12, micro_batch_size=1, **options)
         module = pretrained_module(folder)
-        (metrics,) = trainer_of(Case()).test(module, datamodule=data, verbose=False)
+        (metrics,) = trainer_of(Case()).test(
+            module,
+            datamodule=data,
+            verbose=False,
+        )
         return float(metrics["test_loss"])
 
     utf8 = test("utf8.txt")

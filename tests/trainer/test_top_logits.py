@@ -35,7 +35,11 @@ def _write(directory: str, folder: str, layout: Layout) -> None:
     trainer.predict(module, loader, return_predictions=False)
 
 
-def _train(directory: str, folder: str, layout: Layout) -> dict[str, float]:
+def _train(
+    directory: str,
+    folder: str,
+    layout: Layout,
+) -> dict[str, float]:
     """Train a student on the files, with rows in another order and a worker process."""
     from lightning_megatron import DatasetDataModule, DistillationTrainStep
 
@@ -97,7 +101,13 @@ def test_files_have_the_logits_of_transformers(layout: Layout, tmp_path: Path) -
 def written(tmp_path: Path) -> Path:
     """A folder of logits, beside the model."""
     tiny("llama").save_pretrained(tmp_path / "model")
-    run_ranks(_write, 1, str(tmp_path / "model"), str(tmp_path / "logits"), Layout())
+    run_ranks(
+        _write,
+        1,
+        str(tmp_path / "model"),
+        str(tmp_path / "logits"),
+        Layout(),
+    )
     return tmp_path / "logits"
 
 
@@ -122,7 +132,12 @@ def _refusals(directory: str, folder: str) -> list[str]:
 
 
 def test_what_cannot_be_written_is_refused(written: Path) -> None:
-    (messages,) = run_ranks(_refusals, 1, str(written.parent / "model"), str(written))
+    (messages,) = run_ranks(
+        _refusals,
+        1,
+        str(written.parent / "model"),
+        str(written),
+    )
     expected = [
         "got a finished one; remove it, or give another",
         "got predict with return_logits=False; leave the callback out",

@@ -143,7 +143,14 @@ def test_directory_replaced_inside_a_staged_one_is_not_published(tmp_path: Path)
 
 def _refuse(folder: Path, message: str) -> None:
     """Check that nothing can be staged in ``folder``."""
-    with pytest.raises(DataError, match=message), staged(folder, "a", error=DataError):
+    with (
+        pytest.raises(DataError, match=message),
+        staged(
+            folder,
+            "a",
+            error=DataError,
+        ),
+    ):
         raise AssertionError("it was staged")
 
 

@@ -233,7 +233,11 @@ def test_estimates_are_close_to_measurements(row: tuple[Any, ...]) -> None:
 
 
 def test_plans_fit_and_are_sorted_by_time() -> None:
-    run = PlannedRun(model=LLAMA_RUN.model, world_size=8, lengths=(4096,))
+    run = PlannedRun(
+        model=LLAMA_RUN.model,
+        world_size=8,
+        lengths=(4096,),
+    )
     small = replace(H200, memory=60 * GIB)
     candidates = plans(run, 64, small)
     seconds = [candidate.time.total for candidate in candidates]
@@ -275,7 +279,11 @@ def test_first_and_last_stage_may_have_fewer_layers() -> None:
 
 
 def test_long_rows_use_context_parallelism() -> None:
-    long = PlannedRun(model=LLAMA_RUN.model, world_size=8, lengths=(65536,))
+    long = PlannedRun(
+        model=LLAMA_RUN.model,
+        world_size=8,
+        lengths=(65536,),
+    )
     layouts = [each.run.parallel for each in plans(long, 2, H200)]
     assert max(each.cp for each in layouts) == 8
     assert all(each.tp * each.cp <= 8 and each.cp <= 65536 // 4096 for each in layouts)
@@ -294,7 +302,11 @@ def test_long_rows_use_context_parallelism() -> None:
 
 
 def test_impossible_plan_is_refused_with_the_required_size() -> None:
-    run = PlannedRun(model=LLAMA_RUN.model, world_size=2, lengths=(4096,))
+    run = PlannedRun(
+        model=LLAMA_RUN.model,
+        world_size=2,
+        lengths=(4096,),
+    )
     message = r"^memory: expected at least \d+\.\d GiB a GPU .*, got 40\.0 GiB; use more GPUs"
     with pytest.raises(ConfigError, match=message):
         plans(run, 4, replace(H200, memory=40 * GIB))

@@ -167,7 +167,17 @@ def _nested(
         inner = model
         for each in outer:
             inner = inner.setdefault(each, {})
-        inner[last] = _shard(how, tensors, layout, rank, width).to(layout.dtype).clone()
+        inner[last] = (
+            _shard(
+                how,
+                tensors,
+                layout,
+                rank,
+                width,
+            )
+            .to(layout.dtype)
+            .clone()
+        )
     return model
 
 

@@ -157,7 +157,15 @@ MARKED = [
 def test_byte_order_mark_is_dropped_or_names_the_encoding(
     tmp_path: Path, written: str, options: Any, message: str
 ) -> None:
-    texts, bad, replaced = _read(_write(tmp_path, "a.txt", TEXT, written), **options)
+    texts, bad, replaced = _read(
+        _write(
+            tmp_path,
+            "a.txt",
+            TEXT,
+            written,
+        ),
+        **options,
+    )
     assert texts == ([] if message else [TEXT])
     assert [message in problem for problem in bad] == ([True] if message else [])
     assert replaced == 0

@@ -151,15 +151,45 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
         "begins with .* and has 20 bytes: damaged, .*; run preprocess",
     ),
     (
-        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 17, "B", 9))),
+        lambda d: check_dataset(
+            _files(
+                d,
+                _changed(
+                    NEW_IDX,
+                    17,
+                    "B",
+                    9,
+                ),
+            )
+        ),
         "type 9, expected one of 1, 2, 3, 4, 5, 6, 7",
     ),
     (
-        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 54, "q", 4))),
+        lambda d: check_dataset(
+            _files(
+                d,
+                _changed(
+                    NEW_IDX,
+                    54,
+                    "q",
+                    4,
+                ),
+            )
+        ),
         "not begin where the previous one ends",
     ),
     (
-        lambda d: check_dataset(_files(d, _changed(NEW_IDX, 42, "i", 1))),
+        lambda d: check_dataset(
+            _files(
+                d,
+                _changed(
+                    NEW_IDX,
+                    42,
+                    "i",
+                    1,
+                ),
+            )
+        ),
         r"x\.idx accounts for 10 bytes, and \.bin has",
     ),
     (

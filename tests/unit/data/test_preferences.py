@@ -51,7 +51,12 @@ def _texts(answers: Instructions, options: InstructionOptions) -> list[tuple[str
 
 
 def test_texts_are_those_of_two_instructions(tmp_path: Path) -> None:
-    options = _options(tmp_path, PAIR, {**PAIR, "chosen": "yes!"}, separator="\n")
+    options = _options(
+        tmp_path,
+        PAIR,
+        {**PAIR, "chosen": "yes!"},
+        separator="\n",
+    )
     pairs = read_preferences(options)
     assert _texts(pairs, options) == [
         ("is it?\n", f" yes, it is{END}"),
@@ -65,7 +70,11 @@ def test_texts_are_those_of_two_instructions(tmp_path: Path) -> None:
         assert ours.tolist() == theirs.tolist()
 
 
-@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize(
+    "template",
+    [MARKED, UNMARKED],
+    ids=["marked", "unmarked"],
+)
 @pytest.mark.parametrize(
     "record",
     [CHAT, WHOLE, {**WHOLE, "prompt": "is it?", "score_chosen": 9.0}],
@@ -133,7 +142,12 @@ def test_pairs_that_lose_an_answer_are_left_out(
 
 
 def test_rows_have_the_keys_of_the_train_step(tmp_path: Path) -> None:
-    options = _options(tmp_path, PAIR, {**PAIR, "rejected": " no, " * 6}, seq_length=64)
+    options = _options(
+        tmp_path,
+        PAIR,
+        {**PAIR, "rejected": " no, " * 6},
+        seq_length=64,
+    )
     pairs = read_preferences(options)
     logps = np.array([[-1.5, -2.5], [-3.5, -4.5]], dtype=np.float32)
     samples = PreferenceSamples(pairs, 64, reference_logps=logps)

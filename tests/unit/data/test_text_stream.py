@@ -40,7 +40,11 @@ def _write(path: Path, texts: Sequence[str]) -> None:
     if path.suffix == ".parquet":
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.table({"text": list(texts)}), path, row_group_size=16)
+        parquet.write_table(
+            pyarrow.table({"text": list(texts)}),
+            path,
+            row_group_size=16,
+        )
         return
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".gz":
@@ -175,7 +179,12 @@ def test_each_text_comes_once_at_other_numbers_of_replicas(
 def test_passes_follow_one_another_in_other_orders(folder: Path, tokenizer: Any) -> None:
     options = _options([_files(folder)], tokenizer)
     one_pass, _ = _read(options, 1)
-    steps, _ = _read(options, 1, num_steps=2 * len(one_pass) + 2, repeats=True)
+    steps, _ = _read(
+        options,
+        1,
+        num_steps=2 * len(one_pass) + 2,
+        repeats=True,
+    )
     counts = _targets(steps)
     for number, length in LENGTHS.items():
         assert 2 * length - 1 <= counts[number] <= 3 * length
@@ -184,12 +193,22 @@ def test_passes_follow_one_another_in_other_orders(folder: Path, tokenizer: Any)
     # Resumed in the second pass.
     at = len(one_pass) + 3
     first, states = _read(options, 1, num_steps=at, repeats=True)
-    rest, _ = _read(options, 1, states, num_steps=len(steps) - at, repeats=True)
+    rest, _ = _read(
+        options,
+        1,
+        states,
+        num_steps=len(steps) - at,
+        repeats=True,
+    )
     _assert_same(first + rest, steps)
 
 
 def test_without_shuffling_rows_are_the_texts_in_order(folder: Path, tokenizer: Any) -> None:
-    options = _options([_files(folder, seed=None)], tokenizer, shuffle_buffer=0)
+    options = _options(
+        [_files(folder, seed=None)],
+        tokenizer,
+        shuffle_buffer=0,
+    )
     steps, _ = _read(options, 1)
     expected: list[int] = []
     for text in TEXTS:
@@ -249,10 +268,20 @@ def test_bad_texts_are_refused_with_their_place(tmp_path: Path, tokenizer: Any) 
         _read(options, 1)
     file.write_text('{"text": ""}\n' * 9)
     with pytest.raises(DataError, match="have no token"):
-        _read(_options([_files(tmp_path)], tokenizer), 1, repeats=True, num_steps=1)
+        _read(
+            _options([_files(tmp_path)], tokenizer),
+            1,
+            repeats=True,
+            num_steps=1,
+        )
     file.write_text('{"text": "1 2 3"}\n')
     with pytest.raises(DataError, match="a data-parallel replica has no training text"):
-        _read(_options([_files(tmp_path)], tokenizer), 2, repeats=True, num_steps=1)
+        _read(
+            _options([_files(tmp_path)], tokenizer),
+            2,
+            repeats=True,
+            num_steps=1,
+        )
 
 
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------

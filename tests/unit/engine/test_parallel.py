@@ -83,14 +83,14 @@ def test_conversion_accepts_experts_of_any_size() -> None:
     (lambda: _uneven(32, None, 15), "is for pipelines, but pp=1"),
     (lambda: ParallelConfig(cp=0), "cp=0"),
     (lambda: ParallelConfig(cp=2, cp_comm_type="p2p"), "cp_comm_type='p2p'"),  # type: ignore[arg-type]
-    (lambda: check_layout(_llama(), ParallelConfig(cp=4, tp=2, cp_comm_type="a2a")),
+    (lambda: check_layout(_llama(), ParallelConfig(cp=4, tp=2, cp_comm_type="a2a",)),
      'num_query_groups=4 .* tp=2 x cp=4 = 8.*use .*"all_gather"'),
     (lambda: check_layout(_llama(heads=12, groups=3), ParallelConfig(tp=4)),
      "tp=4 neither divides num_query_groups=3 nor is a multiple of it"),
     (lambda: check_layout(_multi_query(), ParallelConfig(tp=3)),
      r"tp=3 does not divide .*num_query_groups\) \* kv_channels=40"),
     (lambda: ParallelConfig(cp=4).check_sequence(14), "seq_length=14: expected a multiple of 8, because cp=4.* use 16"),
-    (lambda: ParallelConfig(cp=2, tp=4, sequence_parallel=True).check_sequence(12),
+    (lambda: ParallelConfig(cp=2, tp=4, sequence_parallel=True,).check_sequence(12),
      r"seq_length=12: expected a multiple of 8, .* tp=4 .*; use 16"),
     (lambda: ParallelConfig(tp=2, cp=2).data_parallel_size(6), "world size 6 .* tp=2 x pp=1 x cp=2 = 4; use 8 devices"),
 ])  # fmt: skip

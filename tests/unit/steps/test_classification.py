@@ -74,7 +74,11 @@ def test_name_and_task_choose_the_step() -> None:
         (RewardTrainStep(), {}, "got task='causal_lm'"),
     ],
 )
-def test_unsuitable_model_is_refused(step: Any, fields: dict[str, Any], message: str) -> None:
+def test_unsuitable_model_is_refused(
+    step: Any,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         step.bind(replace(MODEL, **fields))
     assert "\n" not in str(error.value)

@@ -26,7 +26,14 @@ BATCH = {
     "rejected_labels": LABELS[:, :2],
     **REFERENCES,
 }
-ADAPTED = replace(MODEL, lora=Adapters(rank=2, alpha=4.0, linears=()))
+ADAPTED = replace(
+    MODEL,
+    lora=Adapters(
+        rank=2,
+        alpha=4.0,
+        linears=(),
+    ),
+)
 
 
 def _step(*, lora: bool = False, **options: Any) -> DPOTrainStep:

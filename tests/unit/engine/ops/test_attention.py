@@ -99,7 +99,12 @@ def test_values_may_be_narrower_than_keys(queries: int, has_segments: bool) -> N
     value = wide[..., :40].detach().requires_grad_()
     segments = _segments(12, in_runs=True) if has_segments else None
     actual = _layer()(query, key, value, segments)
-    expected = _layer()(query, key, wide, segments).unflatten(2, (HEADS, -1))
+    expected = _layer()(
+        query,
+        key,
+        wide,
+        segments,
+    ).unflatten(2, (HEADS, -1))
     torch.testing.assert_close(actual, expected[..., :40].flatten(2))
     weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
     ours = torch.autograd.grad((actual * weight).sum(), [query, key, value])
@@ -118,7 +123,16 @@ def test_rows_of_padding_only_give_finite_results() -> None:
         _layer(alibi="bloom"),
         _layer(sliding_window=2),
     )
-    for mask in (torch.zeros(3, 12, dtype=torch.int64), torch.ones(3, 1, 1, 12, dtype=torch.bool)):
+    for mask in (
+        torch.zeros(3, 12, dtype=torch.int64),
+        torch.ones(
+            3,
+            1,
+            1,
+            12,
+            dtype=torch.bool,
+        ),
+    ):
         for layer in layers:
             out = layer(*qkv, mask)
             assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), qkv)))
@@ -294,7 +308,16 @@ def _unfused_with_sinks(
     column = scores_of_sinks[:, None, None].expand(*scores.shape[:3], 1)
     weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
     weights = F.dropout(weights, dropout)
-    return (weights @ v).permute(2, 0, 1, 3).flatten(2)
+    return (
+        (weights @ v)
+        .permute(
+            2,
+            0,
+            1,
+            3,
+        )
+        .flatten(2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +372,12 @@ def test_kernels_of_gpus_take_log_sums_with_sinks(kernel: sinks._Kernel, has_mas
     scores = torch.empty(HEADS, 1, device="meta")
     output, total = sinks._forward_with_sinks(without, log_sums, scores)
     results = (output, total, *others)
-    d_q, d_k, d_v = kernel.backward(torch.empty_like(output), (q, keys, keys), added, results)
+    d_q, d_k, d_v = kernel.backward(
+        torch.empty_like(output),
+        (q, keys, keys),
+        added,
+        results,
+    )
     assert d_q.shape == q.shape
     assert d_k.shape == d_v.shape == keys.shape
     assert sinks._gradient_of_sinks(output, output, total, scores).shape == scores.shape
@@ -564,7 +592,16 @@ def test_values_narrower_than_keys_equal_the_cpu(
     queries: int, keys: int, has_segments: bool, calls: _Calls
 ) -> None:
     layer = _layer(groups=HEADS, width=192, softmax_scale=0.05)
-    qkv = _with_narrow_values(_qkv(queries, keys, HEADS, width=192, device="cuda"), 128)
+    qkv = _with_narrow_values(
+        _qkv(
+            queries,
+            keys,
+            HEADS,
+            width=192,
+            device="cuda",
+        ),
+        128,
+    )
     segments = _segments(keys, in_runs=True) if has_segments else None
     _assert_equals_cpu(layer, qkv, segments)
     packed = has_segments and queries > 1

@@ -34,7 +34,11 @@ def _expected(dtype: torch.dtype, top: int | None) -> tuple[Tensor, Tensor]:
     return divergences.detach(), student.grad
 
 
-def _on_rank(dtype: torch.dtype, width: int, top: int | None) -> tuple[Tensor, Tensor]:
+def _on_rank(
+    dtype: torch.dtype,
+    width: int,
+    top: int | None,
+) -> tuple[Tensor, Tensor]:
     """Divergences, and the gradient of this rank's ``width`` columns; those beyond the vocabulary are padding."""
     import torch.distributed as dist
 
@@ -47,7 +51,11 @@ def _on_rank(dtype: torch.dtype, width: int, top: int | None) -> tuple[Tensor, T
     values, ids = teacher.topk(top or 1)
     shards = []
     for logits in (student, teacher):
-        padded = torch.nn.functional.pad(logits, padding, value=-torch.inf)
+        padded = torch.nn.functional.pad(
+            logits,
+            padding,
+            value=-torch.inf,
+        )
         shards.append(padded.split(width, dim=-1)[dist.get_rank()].contiguous())
     own = shards[0].requires_grad_()
     if top is None:
@@ -63,7 +71,11 @@ def _on_rank(dtype: torch.dtype, width: int, top: int | None) -> tuple[Tensor, T
     return divergences.detach(), own.grad
 
 
-@pytest.mark.parametrize("top", [None, 3], ids=["all", "top"])
+@pytest.mark.parametrize(
+    "top",
+    [None, 3],
+    ids=["all", "top"],
+)
 @pytest.mark.parametrize(
     ("dtype", "ranks", "width"),
     [
@@ -87,4 +99,9 @@ def test_divergence_and_gradient(
     rtol, atol = 1e-5, 1e-6
     if dtype is torch.bfloat16:
         rtol, atol = 1e-2, 1e-3
-    torch.testing.assert_close(full[..., :VOCAB_SIZE].float(), gradient, rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        full[..., :VOCAB_SIZE].float(),
+        gradient,
+        rtol=rtol,
+        atol=atol,
+    )

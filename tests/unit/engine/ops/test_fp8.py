@@ -295,7 +295,14 @@ def test_unaligned_or_bf16_gradient_buffer_gets_the_same_gradient() -> None:
     (not_aligned,) = run_ranks(_run_linear, 1, "column", False, False)
     assert relative_error(not_aligned["dw"], aligned["dw"]) < EXACT
     # As with grad_reduce_in_fp32=False.
-    (in_bf16,) = run_ranks(_run_linear, 1, "column", False, True, torch.bfloat16)
+    (in_bf16,) = run_ranks(
+        _run_linear,
+        1,
+        "column",
+        False,
+        True,
+        torch.bfloat16,
+    )
     assert relative_error(in_bf16["dw"].float(), aligned["dw"]) < ROUNDED
 
 

@@ -14,7 +14,11 @@ modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_ne
 HEADS = {"rows": 2, "keys": 2, "values": 4, "key": 8, "value": 12}
 
 
-def _inputs(length: int, device: str = "cpu", width: int | None = None) -> dict[str, Tensor]:
+def _inputs(
+    length: int,
+    device: str = "cpu",
+    width: int | None = None,
+) -> dict[str, Tensor]:
     """Queries, keys, values, decays and rates of a sequence, and a state, [s, b, ...], which need gradients."""
     n = dict(HEADS)
     if width is not None:
@@ -26,13 +30,28 @@ def _inputs(length: int, device: str = "cpu", width: int | None = None) -> dict[
 
     heads = (length, n["rows"], n["values"])
     inputs = {
-        "query": random(length, n["rows"], n["keys"], n["key"]),
-        "key": random(length, n["rows"], n["keys"], n["key"]),
+        "query": random(
+            length,
+            n["rows"],
+            n["keys"],
+            n["key"],
+        ),
+        "key": random(
+            length,
+            n["rows"],
+            n["keys"],
+            n["key"],
+        ),
         "value": random(*heads, n["value"]),
         # Some tokens forget all.
         "log_decay": -(random(*heads).exp() ** 2) * 0.2,
         "rate": random(*heads).sigmoid(),
-        "state": random(n["rows"], n["values"], n["key"], n["value"]),
+        "state": random(
+            n["rows"],
+            n["values"],
+            n["key"],
+            n["value"],
+        ),
     }
     return {name: tensor.to(device).requires_grad_() for name, tensor in inputs.items()}
 

@@ -39,7 +39,12 @@ def test_pairs_are_multiplied_by_a_complex_number(interleaved: bool) -> None:
     expected = pairs * torch.polar(torch.full_like(turns, FACTOR), turns)
     assert actual[..., :PLAIN].equal(heads[..., :PLAIN])
     rotated = torch.cat((expected.real, expected.imag), dim=-1)
-    torch.testing.assert_close(actual[..., PLAIN:], rotated, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        actual[..., PLAIN:],
+        rotated,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.gpu

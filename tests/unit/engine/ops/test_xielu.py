@@ -17,8 +17,16 @@ def _results(x: Tensor, upstream: Tensor) -> list[Tensor]:
     """Output of ours, and gradients of the input and of both parameters, fp32 on the CPU."""
     x = x.detach().requires_grad_()
     alphas = torch.tensor(_ALPHAS, device=x.device, requires_grad=True)
-    beta = torch.tensor([_BETA], dtype=x.dtype, device=x.device)
-    eps = torch.tensor([_EPS], dtype=x.dtype, device=x.device)
+    beta = torch.tensor(
+        [_BETA],
+        dtype=x.dtype,
+        device=x.device,
+    )
+    eps = torch.tensor(
+        [_EPS],
+        dtype=x.dtype,
+        device=x.device,
+    )
     output = compiled_for(x, _xielu)(x, alphas, beta, eps)
     output.backward(upstream)
     assert x.grad is not None

@@ -222,7 +222,12 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
     normed = norm(total)
     assert "AddNorm" in type(normed.grad_fn).__name__
     # Computed by torch: the first call consumed the cached result.
-    torch.testing.assert_close(normed, norm(total), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        normed,
+        norm(total),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     norm.add(x, bias, residual, 0.0)
     torch.testing.assert_close(
         norm(x),
