@@ -201,8 +201,9 @@ class _Scan(torch.autograd.Function):
         all_states = initial.new_empty(len(added) + 1, *initial.shape)
         all_states[0] = initial
         all_states[1:] = added
-        for step, matrix in enumerate(matrices):
-            all_states[step + 1].baddbmm_(matrix, all_states[step])
+        each = all_states.unbind()
+        for step, matrix in enumerate(matrices.unbind()):
+            each[step + 1].baddbmm_(matrix, each[step])
         # Not views: autograd takes no views of one tensor for two outputs.
         states = all_states[:-1].to(added.dtype, copy=True)
         ctx.save_for_backward(overlaps, carried, states)
@@ -216,8 +217,10 @@ class _Scan(torch.autograd.Function):
         all_gradients = of_last.new_empty(len(of_states) + 1, *of_last.shape)
         all_gradients[:-1] = of_states
         all_gradients[-1] = of_last
-        for step in range(len(matrices) - 1, -1, -1):
-            all_gradients[step].baddbmm_(matrices[step].mT, all_gradients[step + 1])
+        each = all_gradients.unbind()
+        transposed = matrices.mT.unbind()
+        for step in range(len(transposed) - 1, -1, -1):
+            each[step].baddbmm_(transposed[step], each[step + 1])
         of_added = all_gradients[1:].to(states.dtype)
         of_overlaps = -(of_added @ states.mT)
         of_carried = compiled_for(states, _sum_of_products)(all_gradients[1:], states)
