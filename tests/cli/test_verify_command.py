@@ -174,8 +174,8 @@ def _permuted(folder: str) -> None:
     from lightning_megatron.convert import decoder_rules
     from lightning_megatron.convert.rules import qkv_order
 
-    def other_order(heads: int, groups: int, channels: int) -> torch.Tensor:
-        order = qkv_order(heads, groups, channels).clone()
+    def other_order(heads: int, groups: int, channels: int, *, has_gates: bool) -> torch.Tensor:
+        order = qkv_order(heads, groups, channels, has_gates=has_gates).clone()
         order[: 2 * channels] = order[: 2 * channels].roll(channels)
         return order
 
