@@ -87,7 +87,7 @@ def load_weights_of_any_program(
         )
     loader.fill()
     if run.optimizer is not None:
-        run.optimizer.inner.reload_model_params()  # the optimizer's copies of the weights
+        run.optimizer.reload_masters()  # the optimizer's copies of the weights
     rank_zero_info(f"The run begins with the weights of {source.path} ({source.kind})")
     return source.path
 

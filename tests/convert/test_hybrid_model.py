@@ -112,6 +112,24 @@ def test_run_begins_with_its_weights(tmp_path: Path, checkpoints: Path, name: st
     assert run_ranks(first_loss, 2, run) == [pytest.approx(expected.item(), rel=1e-5)] * 2
 
 
+def all_losses(run: Run) -> list[float]:
+    return [step["loss"] for step in train(run).steps.values()]
+
+
+def test_master_weights_begin_with_its_weights_wherever_they_are(checkpoints: Path) -> None:
+    """The second step's loss is that of weights that the first update has written from the masters."""
+    run = Run(
+        model=_LLAMA,
+        loader=rows,
+        trainer={"max_epochs": 3, "precision": "bf16-mixed"},
+        strategy={"load_from": str(checkpoints / "dense")},
+    )
+    (expected,) = run_ranks(all_losses, 1, run)
+    (offloaded,) = run_ranks(all_losses, 1, run.but(strategy={"offload_optimizer": True}))
+    assert len(expected) == 3
+    assert offloaded == expected
+
+
 @pytest.mark.parametrize(
     ("options", "model", "message"),
     [
