@@ -48,9 +48,8 @@ class PinnedBlock:
         """Whether all of it is; otherwise copies are only slower, and the host waits for them."""
         if self.is_pinned:
             if device.index is not None:
-                torch.cuda.set_device(
-                    device
-                )  # a new thread would create a context on the first GPU
+                # A new thread would create a context on the first GPU.
+                torch.cuda.set_device(device)
             self._pin(pinned_at_once or num_bytes)
         self._unpin = weakref.finalize(self, _unpin, self._pinned)
         self._unpin.atexit = False

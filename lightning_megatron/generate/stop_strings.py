@@ -19,17 +19,18 @@ def _stop_criterion(
     strings: tuple[str, ...],
     tokenizer: Any,
     size: int,
-) -> StopStringCriteria:
-    """Stop criterion, which takes a second or two for 128,000 tokens; ``size`` changes when tokens are added."""
+) -> StopStringCriteria | None:
+    """Stop criterion, which takes a second or two for 128,000 tokens; ``size`` changes when tokens are added.
+
+    None if the tokens cannot write the strings: an error would be found anew in each call.
+    """
     # transformers' import takes seconds.
     from transformers import StopStringCriteria
 
     try:
         return StopStringCriteria(tokenizer, list(strings))
-    except ValueError as error:
-        raise ConfigError(
-            f"stop_strings={strings!r} cannot be written with the tokens of the tokenizer"
-        ) from error
+    except ValueError:
+        return None
 
 
 def stop_strings(
@@ -62,7 +63,12 @@ def stop_strings(
             f"stop_strings: expected a tokenizer of transformers or its directory, got {tokenizer!r}"
         )
     check_vocabulary(tokenizer, tokenizer.name_or_path, vocab_size)
-    return _stop_criterion(tuple(strings), tokenizer, len(tokenizer))
+    criterion = _stop_criterion(tuple(strings), tokenizer, len(tokenizer))
+    if criterion is None:
+        raise ConfigError(
+            f"stop_strings={tuple(strings)!r} cannot be written with the tokens of the tokenizer"
+        )
+    return criterion
 
 
 _load_tokenizer = functools.lru_cache(maxsize=4)(load_tokenizer)

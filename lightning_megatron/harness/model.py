@@ -95,7 +95,6 @@ class MegatronLM(TemplateLM):
             )
         self.max_length: int = limit or _DEFAULT_MAX_LENGTH
         self._hides_progress = False
-        self._are_findable: dict[tuple[str, ...], bool] = {}
         self._prefix: str = tokenizer.decode(self.prefix_token_id)
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
@@ -364,16 +363,12 @@ class MegatronLM(TemplateLM):
 
         Transformers cannot with tokenizers of whole words. The texts are cut at stop strings in any case.
         """
-        strings = tuple(stops)
-        if strings and strings not in self._are_findable:
-            # Transformers reads the whole vocabulary to find out.
-            try:
-                stop_strings(strings, self.tokenizer, self.module.model_config.vocab_size)
-            except ConfigError:
-                self._are_findable[strings] = False
-            else:
-                self._are_findable[strings] = True
-        return strings if self._are_findable.get(strings) else None
+        try:
+            if stops:
+                stop_strings(stops, self.tokenizer, self.module.model_config.vocab_size)
+        except ConfigError:
+            return None
+        return tuple(stops) or None
 
     def _continue(self, rows: Sequence[list[int]], arguments: dict[str, Any]) -> list[list[int]]:
         """New tokens of each row."""
