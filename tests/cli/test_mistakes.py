@@ -1,5 +1,6 @@
 """User mistakes in every command: a one-line message with a fix, exit code 2, and no file written."""
 
+import argparse
 import json
 import shlex
 import shutil
@@ -158,16 +159,31 @@ MISTAKES["convert --load-path hf --saver core --save-path x"] = "--saver core; u
 MISTAKES["preprocess --input x --tokenizer-type HuggingFaceTokenizer"] = (
     "use --tokenizer, a directory of a transf"
 )
+
+
+def _is_integer(action: argparse.Action) -> bool:
+    return getattr(action.type, "__name__", "") == "_integer"
+
+
+def _required(options: argparse.ArgumentParser) -> str:
+    """A value for each option that a command cannot be without, as typed."""
+    return " ".join(
+        f"{action.option_strings[-1]} {1 if _is_integer(action) else 'hf'}"
+        for action in options._actions
+        if action.required and action.option_strings
+    )
+
+
 for _command, _options in build_parser()[1].items():
     for _action in _options._actions:
         # Lightning's own commands have no options here.
-        if getattr(_action.type, "__name__", "") == "_integer":
+        if _is_integer(_action):
             MISTAKES[f"{_command} {_action.option_strings[-1]} 99999999999999999999"] = (
                 "expected an integer of at most 64"
             )
         elif _action.type is float:
-            _needed = "--checkpoint hf"
-            _needed += {"generate": " --prompt x", "evaluate": " --tasks a"}[_command]
+            # Of --prompt and --prompts, generate needs one, which no parser says.
+            _needed = _required(_options) + " --prompt x" * (_command == "generate")
             MISTAKES[f"{_command} {_needed} {_action.option_strings[-1]} inf"] = (
                 " must be a finite number"
             )
