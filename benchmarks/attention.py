@@ -128,7 +128,7 @@ def call_of(kind: Kind, rows: int, length: int, device: str) -> Callable[[], Non
     return call
 
 
-def seconds_of(call: Callable[[], None], device: str, warm_up: float, calls: int) -> float:
+def seconds_of(call: Callable[[], object], device: str, warm_up: float, calls: int) -> float:
     """Median seconds of a call."""
     import torch
 

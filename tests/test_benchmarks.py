@@ -71,6 +71,15 @@ def test_streaming_benchmark_measures_reader_and_worker(tmp_path: Path) -> None:
     assert min(worker, reader) > 0
 
 
+def test_linear_attention_benchmark_measures_this_package() -> None:
+    options = ("--device", "cpu", "--seq-length", "70", "--rows", "1", "--warm-up", "0")
+    printed = _run_on_ranks(1, "linear_attention", *options, "--calls", "1")
+    (line,) = [line for line in printed.splitlines() if line.startswith("| lightning-megatron")]
+    _, _, milliseconds, difference, _ = line.split("|")
+    assert float(milliseconds) > 0
+    assert float(difference) == 0
+
+
 def test_attention_benchmark_measures_every_kind() -> None:
     options = ("--device", "cpu", "--seq-length", "40", "--rows", "1", "--warm-up", "0")
     printed = _run_on_ranks(1, "attention", *options, "--calls", "1")
