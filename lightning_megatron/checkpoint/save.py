@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_at_once
 
-from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.host_buffer import HostBuffer
 from lightning_megatron.checkpoint.meta import (
     BACKENDS,
     COMMON,
@@ -138,11 +138,11 @@ class Save:
         self._is_abandoned = threading.Event()
         self._has_archive_checksums = torch.serialization.get_crc32_options()
 
-    def start(self, memory: HostMemory) -> None:
+    def start(self, buffer: HostBuffer) -> None:
         """Copy the run and start to write.
 
         Args:
-            memory: For the copy; used until ``finish`` or ``abandon``.
+            buffer: For the copy; used until ``finish`` or ``abandon``.
 
         Raises:
             CheckpointError: On all ranks, if the files cannot be written; ``path`` is then unchanged.
@@ -162,7 +162,7 @@ class Save:
                 _, self._table = create_default_global_save_plan(plans)
             with _errors_on_all_ranks(self._refusal):
                 self._partial.mkdir(parents=True, exist_ok=True)
-                contents: dict[str, bytes | Shards] = {**_stage(plan, planner, memory)}
+                contents: dict[str, bytes | Shards] = {**_stage(plan, planner, buffer)}
                 random_states = self._run.runtime.state_dict()
                 contents[rng_file(dist.get_rank())] = torch_bytes(random_states)
                 if dist.get_rank() == 0:
@@ -274,13 +274,13 @@ class Save:
             self._lock.release()
 
 
-def preallocate(run: RunState, memory: HostMemory) -> None:
+def preallocate(run: RunState, buffer: HostBuffer) -> None:
     """Allocate and pin memory for saves of ``run`` in a thread, so that the first save does not wait for it.
 
     Every rank must call. It plans a save, which takes a small part of a save's time.
     """
     plan, planner, _ = _plan_save(sharded_state(run) | sharded_average(run))
-    memory.preallocate(_tensors(plan.items, planner))
+    buffer.preallocate(_tensors(plan.items, planner))
 
 
 _OWN_FILES = (META, COMMON, TABLE, BACKENDS, "*.distcp", "rng_*.pt")
@@ -412,11 +412,11 @@ def _plan_save(state: dict[str, Any]) -> tuple[Any, MCoreSavePlanner, dict[str, 
 def _stage(
     plan: Any,
     planner: Any,
-    memory: HostMemory,
+    buffer: HostBuffer,
 ) -> dict[str, Shards]:
     """Copy this rank's shards to host memory, and return them by file name."""
     buckets = list(filter(None, _split_by_size_and_type(_FILES_PER_RANK, plan.items)))
-    copies = iter(memory.copy(_tensors(itertools.chain(*buckets), planner)))
+    copies = iter(buffer.copy(_tensors(itertools.chain(*buckets), planner)))
     files: dict[str, Shards] = {}
     for index, bucket in enumerate(buckets):
         shards = []

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.host_buffer import HostBuffer
 from lightning_megatron.checkpoint.save import Save
 from lightning_megatron.checkpoint.state import RunState
 from lightning_megatron.convert import ConvertOptions, Format
@@ -466,5 +466,5 @@ def _save_megatron(
         "pytorch-lightning_version": version("lightning"),
     }
     save = Save(run, lightning, folder)
-    save.start(HostMemory(in_place=True))
+    save.start(HostBuffer(in_place=True))
     save.finish()

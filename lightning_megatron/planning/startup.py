@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
-
 from lightning_megatron.engine.ops.report import ops_report
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.models.t5_layout import OVERRIDE
+from lightning_megatron.planning.devices import GIB
+from lightning_megatron.planning.host import host_memory
 from lightning_megatron.planning.parameters import (
     active_parameters,
     adapter_parameters,
@@ -75,10 +75,10 @@ def check_host_memory(model: ModelConfig, settings: EngineSettings, ranks: int) 
     per_rank = (count - experts) // (parallel.tp * parallel.pp)
     per_rank += experts // (parallel.ep * parallel.pp)
     needed = per_rank * ranks * settings.params_dtype.itemsize
-    memory = psutil.virtual_memory().total
-    if needed > memory:
+    host = host_memory()
+    if needed > host.total:
         raise ConfigError(
-            f"the weights of this model ({count:,} parameters) take {needed / 2**30:,.0f} GiB on {ranks} "
-            f"rank{'s' * (ranks > 1)} of this host, which has {memory / 2**30:,.0f} GiB; correct the model's sizes, or "
-            "use more hosts"
+            f"the weights of this model ({count:,} parameters) take {needed / GIB:,.0f} GiB on {ranks} "
+            f"rank{'s' * (ranks > 1)} of this host, which has {host.total / GIB:,.0f} GiB; correct the model's sizes, "
+            "or use more hosts"
         )

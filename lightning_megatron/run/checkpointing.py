@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import find
-from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.host_buffer import HostBuffer
 from lightning_megatron.checkpoint.load import LoadFrom, load_average, resume
 from lightning_megatron.checkpoint.save import Save, preallocate
 from lightning_megatron.checkpoint.schema import check_lightning_state
@@ -151,7 +151,7 @@ class Checkpointing:
         """``global_step`` at the start of training; None outside of training."""
         self._loader_state: dict[str, Any] | None = None
         """Position in the training data to resume from, until the loader is created."""
-        self._memory = HostMemory(in_place=not async_save)
+        self._buffer = HostBuffer(in_place=not async_save)
         self.saving: Save | None = None
         """The save in progress."""
         self._polled_save: Save | None = None
@@ -195,7 +195,7 @@ class Checkpointing:
         self._abandon()
         self._undo.close()
         wait_for_deletions()
-        self._memory.release()
+        self._buffer.release()
 
     def take_loader_state(self) -> dict[str, Any] | None:
         """Pop the position in the training data to resume from; None to start from the beginning."""
@@ -232,7 +232,7 @@ class Checkpointing:
             self._removals = [path for path in self._removals if path != saving.path]
             with self._failure_as_warning(is_final):
                 self._raise_failed_lookup(saving.path)
-                saving.start(self._memory)
+                saving.start(self._buffer)
                 self.saving = saving
                 if "optimizer_states" in checkpoint:
                     self._steps[saving.path] = checkpoint["global_step"]
@@ -423,7 +423,7 @@ class Checkpointing:
             run = self._run
             if all(saver.save_weights_only for saver in savers):
                 run = run.weights_only()
-            preallocate(run, self._memory)
+            preallocate(run, self._buffer)
 
     def on_train_end(self) -> None:
         """Complete the last save.

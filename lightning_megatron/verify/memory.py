@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.devices import GIB
+from lightning_megatron.planning.host import host_memory
 from lightning_megatron.planning.memory import memory
 from lightning_megatron.planning.parameters import total_parameters
 from lightning_megatron.planning.run import PlannedRun
@@ -123,12 +123,14 @@ def check_memory(found: Sequence[Need], accelerator: str) -> str:
         ConfigError: If the device cannot hold the largest.
     """
     largest = max(found, key=lambda need: need.num_bytes)
+    free: float
+    total: float
     if accelerator == "gpu":
         free, total = torch.cuda.mem_get_info()
         device = "each GPU"
     else:
-        host = psutil.virtual_memory()
-        free = host.available
+        host = host_memory()
+        free = host.free
         total = host.total
         device = "this host"
     shown = ", ".join(f"{need.what} {need.num_bytes / GIB:,.1f} GiB" for need in found)

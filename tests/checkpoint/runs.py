@@ -384,9 +384,9 @@ def begin_save(
     in_place: bool = False,
 ) -> Any:
     """Begin to write a checkpoint asynchronously; return the ``Save``."""
-    from lightning_megatron.checkpoint.host_memory import HostMemory
+    from lightning_megatron.checkpoint.host_buffer import HostBuffer
     from lightning_megatron.checkpoint.save import Save
 
     saving = Save(state, {**content, "optimizer_states": []}, path)
-    saving.start(HostMemory(in_place=in_place))
+    saving.start(HostBuffer(in_place=in_place))
     return saving

@@ -33,9 +33,9 @@ def _state_on_host(trainer: Any) -> dict[str, Any]:
 
 def _save_then_resume(run: Run, path: Path) -> tuple[list[str], list[float], list[float]]:
     """Differences between the saved and the resumed state, and the later losses of both runs."""
-    from lightning_megatron.checkpoint import host_memory
+    from lightning_megatron.checkpoint import host_buffer
 
-    host_memory._PINNED_AT_ONCE = 2**12  # split tensors into several pieces, as for large models
+    host_buffer._PINNED_AT_ONCE = 2**12  # split tensors into several pieces, as for large models
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
 

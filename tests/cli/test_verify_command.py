@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from lightning_megatron.convert.registry import model_config
 from lightning_megatron.convert.shards import shards_of
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.planning.host import HostMemory
 from lightning_megatron.verify import VerifyOptions, run
 from lightning_megatron.verify.batch import make_batch
 from lightning_megatron.verify.card import Card
@@ -310,10 +310,8 @@ def test_memory_beyond_the_host_is_refused_and_scarce_memory_warned_of() -> None
 
 
 def test_memory_that_is_not_free_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    host = SimpleNamespace(available=5, total=10)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    there = HostMemory(total=10, free=5)
+    monkeypatch.setattr("lightning_megatron.verify.memory.host_memory", lambda: there)
     assert "Warning: that may be too little" in check_memory([Need(what="1", num_bytes=6)], "cpu")
 
 

@@ -1,22 +1,27 @@
 """Memory that a process may use of its host, and which runs the hosts can hold."""
 
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.settings import EngineSettings
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning import host
 from lightning_megatron.planning.devices import DEVICES, GIB
 from lightning_megatron.planning.memory import host_bytes, memory
 from lightning_megatron.planning.run import PlannedRun
 from lightning_megatron.planning.shapes import SHAPES
+from lightning_megatron.planning.startup import check_host_memory
 from lightning_megatron.planning.step_time import step_time
+from lightning_megatron.verify.memory import Need, check_memory
 
 LLAMA_8B = PlannedRun(
     model=model_config(dict(SHAPES["llama-3-8b"])),
@@ -98,6 +103,41 @@ def test_memory_that_a_virtual_machine_has_not_used_yet_counts(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     found = host.host_memory()
     assert (found.total / GIB, found.free / GIB) == (40, 37)
+
+
+def _check_weights() -> None:
+    settings = EngineSettings(
+        parallel=ParallelConfig(),
+        params_dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    check_host_memory(LLAMA_8B.model, settings, 1)
+
+
+def _check_state() -> None:
+    host.check_host_state(LLAMA_8B, 1, copies_state=False)
+
+
+def _check_verification() -> None:
+    need = Need(what="tp2", num_bytes=2.0 * PARAMETERS)
+    assert "Warning" not in check_memory([need], "cpu")
+
+
+@pytest.mark.parametrize("check", [_check_weights, _check_state, _check_verification])
+def test_every_check_of_the_hosts_memory_knows_the_container(
+    check: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").write_text("0::/a")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "_ZONES", tmp_path / "zoneinfo")
+    machine: Any = type("Memory", (), {"total": 512 * GIB, "available": 500 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    check()
+    limit = {"memory.max": str(8 * GIB), "memory.current": "0", "memory.stat": ""}
+    _files(tmp_path / "a", limit)
+    with pytest.raises(ConfigError, match=r"\b8(\.0)? GiB"):
+        check()
 
 
 @pytest.mark.parametrize(

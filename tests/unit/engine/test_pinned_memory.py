@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.host_memory import HostMemory
+from lightning_megatron.checkpoint.host_buffer import HostBuffer
 from lightning_megatron.engine.pinned_memory import PinnedBlock
 from tests.marks import on_gpus
 
@@ -29,7 +29,7 @@ def test_save_copies_what_is_not_on_the_host(device: str) -> None:
     block = PinnedBlock(4 * 1000, torch.device(device))
     state = block.tensor(0, (1000,), torch.float32)[100:200].view(4, 25)
     weight = torch.ones(3, 5, dtype=torch.bfloat16, device=device)
-    memory = HostMemory(in_place=True)
+    memory = HostBuffer(in_place=True)
     weight_copy, state_copy = memory.copy([weight, state])
     state += 1.0
     assert torch.equal(state_copy, state)
@@ -37,7 +37,7 @@ def test_save_copies_what_is_not_on_the_host(device: str) -> None:
     assert state_copy.untyped_storage().nbytes() == 4 * 100
     assert torch.equal(weight_copy, weight.cpu())
     assert not weight_copy.is_cuda
-    (other_copy,) = HostMemory().copy([state])
+    (other_copy,) = HostBuffer().copy([state])
     state += 1.0
     assert torch.equal(other_copy, state - 1.0)
     memory.release()

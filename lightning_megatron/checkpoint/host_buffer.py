@@ -16,7 +16,7 @@ _PINNED_AT_ONCE = 2**30
 """Bytes pinned at once; meanwhile the driver holds locks that training's kernels need, too."""
 
 
-class HostMemory:
+class HostBuffer:
     """A block of host memory that grows on demand and is then reused.
 
     It is kept from one save to the next, because on a GPU it is pinned (copies run at the speed of the bus) and pinning
