@@ -32,7 +32,7 @@ from lightning_megatron.convert.rules import (
     fused_parameter,
 )
 from lightning_megatron.convert.source import Stored
-from lightning_megatron.convert.weight_files import WeightFiles
+from lightning_megatron.convert.weight_files import WeightFiles, add_tensor
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.config import ModelConfig
 
@@ -308,7 +308,7 @@ class SeparateExpertAdapters(WeightFiles):
     ) -> str:
         """Note how a matrix of an expert is read, and return its name."""
         name = linear.matrix(kind, layer, expert)
-        self._matrices[name] = matrix
+        add_tensor(self._matrices, name, matrix, "adapter")
         if kind == "A":
             self.parameters[name] = in_layer(linear.parameter)
         return name

@@ -19,7 +19,7 @@ from lightning_megatron.convert.model_fields import (
     head_dim,
     window_fields,
 )
-from lightning_megatron.convert.rope import read_rope
+from lightning_megatron.convert.rope import read_rope, rotated_part
 from lightning_megatron.convert.rules import Rule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import ModelConfig
@@ -162,8 +162,7 @@ class Family:
                 "rope_scaling": scaling,
             }
             if self.partial_rotary:
-                rope = hf.rope_parameters or {}
-                custom["rotary_percent"] = float(rope.get("partial_rotary_factor") or 1.0)
+                custom["rotary_percent"] = rotated_part(hf.rope_parameters)
         if has_field(hf, "layer_types") and "sliding_window" not in custom:
             custom |= window_fields(hf)
         fields = {

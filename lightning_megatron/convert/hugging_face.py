@@ -26,7 +26,7 @@ from lightning_megatron.convert.registry import (
 from lightning_megatron.convert.rules import VOCABULARY, Rule
 from lightning_megatron.convert.shards import Key, Region
 from lightning_megatron.convert.source import NO_WEIGHTS, Description, Source
-from lightning_megatron.convert.weight_files import CONFIG_FILE, WeightFiles
+from lightning_megatron.convert.weight_files import CONFIG_FILE, WeightFiles, add_tensor
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.models.adapter_names import is_adapter
@@ -108,7 +108,7 @@ class HuggingFaceSource(Source):
             keys |= dict.fromkeys(tensors, key)
             shapes |= tensors
 
-        actual = _stored_names(stored, keys, family)
+        actual = _stored_names(stored, keys, family, self.path)
         ties = _resolve_ties(actual, keys, tied or {}, family)
         self._stored_name = {name: actual[name] for name in keys if name in actual}
         found = {}
@@ -320,16 +320,23 @@ def _resolve_ties(
 
 
 def _stored_names(
-    stored: Collection[str], expected: Collection[str], family: Family
+    stored: Collection[str],
+    expected: Collection[str],
+    family: Family,
+    path: Path,
 ) -> dict[str, str]:
-    """Map names in the full model (headless prefix added) to names in the files."""
+    """Map names in the full model (headless prefix added) to names in the files of ``path``.
+
+    Raises:
+        CheckpointError: If two tensors of the files are one of the model.
+    """
     names: dict[str, str] = {}
     for in_file in stored:
         name = _file_name(in_file, family)
         with_base = family.names.base + name
         if name not in expected and with_base in expected:
             name = with_base
-        names[name] = in_file
+        add_tensor(names, name, in_file, path)
     return names
 
 
@@ -436,7 +443,7 @@ def files_of_tensors(
         CheckpointError: If the files are missing or damaged.
     """
     files = with_separate_experts(open_dequantized(directory), model)
-    stored_names = _stored_names(files.tensors, names, family_of(model.family))
+    stored_names = _stored_names(files.tensors, names, family_of(model.family), directory)
     found: dict[str, tuple[str, bool]] = {}
     for name in names:
         if name not in stored_names:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.convert.source import Stored
-from lightning_megatron.convert.weight_files import WeightFiles
+from lightning_megatron.convert.weight_files import WeightFiles, add_tensor
 
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
@@ -35,6 +35,9 @@ class UnpackedFiles(WeightFiles):
 
     Args:
         files: The weight files as they are.
+
+    Raises:
+        CheckpointError: If a weight is stored unpacked, too.
     """
 
     def __init__(self, files: WeightFiles) -> None:
@@ -51,7 +54,8 @@ class UnpackedFiles(WeightFiles):
             tensors.pop(packed.scales)
             experts, rows, num_blocks, _ = blocks.shape
             shape = (experts, num_blocks * 2 * _BYTES_PER_BLOCK, rows)
-            tensors[weight] = Stored(shape, torch.bfloat16, blocks.location)
+            stored = Stored(shape, torch.bfloat16, blocks.location)
+            add_tensor(tensors, weight, stored, f"{name} and {packed.scales}")
         super().__init__(tensors)
 
     def read(

@@ -36,7 +36,12 @@ from lightning_megatron.convert.registry import config_object, family_of, read_j
 from lightning_megatron.convert.rules import EXPERT, PEFT_PREFIX, linear_rules
 from lightning_megatron.convert.shards import Key
 from lightning_megatron.convert.source import Description, ModelSource, Source
-from lightning_megatron.convert.weight_files import WeightFiles, read_safetensors, write_weight_file
+from lightning_megatron.convert.weight_files import (
+    WeightFiles,
+    add_tensor,
+    read_safetensors,
+    write_weight_file,
+)
 from lightning_megatron.convert.weight_gatherer import WeightGatherer
 from lightning_megatron.convert.weight_loader import WeightLoader
 from lightning_megatron.errors import (
@@ -108,6 +113,10 @@ _HEADS = {
     "question_answering": ("qa_outputs",),
 }
 """Modules that ``peft`` trains and saves in full, by task: those of them that the model has."""
+
+
+_END_OF_NAME = re.compile(r"\^?(\.\*)?(\\?\.|\w)+\$?")
+"""Patterns of modules that are evaluated: names, whose ``.`` may be any character, after ``.*`` or alone."""
 
 
 @checks_options
@@ -344,7 +353,7 @@ class _AdapterFiles(WeightFiles):
         self._stored_name: dict[str, str] = {}
         for name in files.tensors:
             own = name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
-            self._stored_name[own] = name
+            add_tensor(self._stored_name, own, name, WEIGHTS)
         super().__init__({own: files.tensors[name] for own, name in self._stored_name.items()})
 
     @property
@@ -482,23 +491,20 @@ class AdapterSource(HuggingFaceSource):
                 )
 
     def _pattern(self, field_name: str) -> dict[str, float]:
-        """Values of ``rank_pattern`` or ``alpha_pattern`` by ends of names.
+        """Values of ``rank_pattern`` or ``alpha_pattern`` by patterns of ends of names.
 
         Raises:
             CheckpointError: If one is another regular expression, which is not evaluated: the file is not trusted.
         """
-        given = self._config.get(field_name) or {}
-        ends = {}
+        given: Mapping[str, Any] = self._config.get(field_name) or {}
         for pattern, value in given.items():
-            end = re.sub(r"^\^?\.\*(?:\\\.)?", "", pattern).removesuffix("$")
-            end = end.replace("\\", "")
-            if re.fullmatch(r"\w[\w.]*", end) is None or not isinstance(value, (int, float)):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if _END_OF_NAME.fullmatch(pattern) is None or not is_number:
                 raise CheckpointError(
                     f"adapter {self.path}: expected numbers by ends of names in {field_name}, got {pattern!r}: "
                     f"{value!r}; use an adapter of plain LoRA"
                 )
-            ends[end] = value
-        return ends
+        return dict(given)
 
     def describe(self, config: Path | None) -> Description:
         """See ``Source``; ``config`` is the config of the base model."""
@@ -526,9 +532,9 @@ def _value_of(
     by_end: Mapping[str, float],
     default: Any,
 ) -> Any:
-    """The first value whose name is the end of a module's, as in ``peft``."""
+    """The first value whose pattern is the end of a module's name, as in ``peft``."""
     for end, value in by_end.items():
-        if _matches(module, end):
+        if re.fullmatch(rf"(.*\.)?({end})", module):
             return value
     return default
 

@@ -80,6 +80,12 @@ def read_rope(
     return base, _scaling(hf, kind, rope, width, base)
 
 
+def rotated_part(rope_parameters: Mapping[str, Any] | None) -> float:
+    """Part of a head that is rotated, where Hugging Face's model reads ``partial_rotary_factor``: all without it."""
+    percent = (rope_parameters or {}).get("partial_rotary_factor")
+    return 1.0 if percent is None else float(percent)
+
+
 def latent_softmax_scale(rope_parameters: Mapping[str, Any] | None, width: int) -> float | None:
     """Multiplier of scores in DeepSeek's latent attention, where ``mscale_all_dim`` scales queries and keys.
 

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,8 @@ from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import WEIGHT_FILES
 from lightning_megatron.storage.paths import sync
+
+Value = TypeVar("Value")
 
 (WEIGHTS_FILE, INDEX_FILE), _PICKLED_FILES = WEIGHT_FILES
 CONFIG_FILE = "config.json"
@@ -82,6 +84,31 @@ class WeightFiles:
         return torch.equal(self.read(one, whole), self.read(other, whole))
 
 
+def add_tensor(
+    found: dict[str, Value],
+    name: str,
+    value: Value,
+    where: Path | str,
+) -> None:
+    """Add what is known of a tensor to ``found``, by the one name that it has in the model.
+
+    Args:
+        found: The tensors so far.
+        name: Name of the tensor.
+        value: What is known of it.
+        where: The files, for messages.
+
+    Raises:
+        CheckpointError: If another tensor has this name: nothing says which of the two is meant.
+    """
+    if name in found:
+        raise CheckpointError(
+            f"{where}: expected one tensor that is {name!r}, got two; remove the one that is not meant, or fetch the "
+            "files again"
+        )
+    found[name] = value
+
+
 def has_weights(directory: Path) -> bool:
     """Whether the directory has weight files that transformers would load."""
     return any((directory / name).is_file() for name in ENTRY_FILES)
@@ -97,7 +124,8 @@ def open_weights(directory: str | Path) -> WeightFiles:
     """Open the weight files of ``directory`` by their headers, safetensors before pickles, as transformers does.
 
     Raises:
-        CheckpointError: If there are none, or one is missing, damaged, truncated or holds other objects than tensors.
+        CheckpointError: If there are none, or one is missing, damaged, truncated or holds other objects than tensors,
+            or if two files have a tensor of the same name.
     """
     directory = Path(directory)
     for (single, index), read in zip(WEIGHT_FILES, (read_safetensors, _read_pickled), strict=True):
@@ -109,7 +137,8 @@ def open_weights(directory: str | Path) -> WeightFiles:
             continue
         tensors: dict[str, Stored] = {}
         for file in files:
-            tensors |= read(file)
+            for name, stored in read(file).items():
+                add_tensor(tensors, name, stored, directory)
         return WeightFiles(tensors)
     raise CheckpointError(
         f"model directory {directory}: expected one of {', '.join(ENTRY_FILES)} there, got none; save weights with "

@@ -231,6 +231,53 @@ def test_what_is_no_plain_lora_is_refused(damage: str, qwen: Path, tmp_path: Pat
         AdapterSource(changed).lora(model_config(qwen / "base"))
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q_proj",
+        "^q_proj",
+        "q.proj",
+        "_proj",
+        ".*_proj",
+        r".*\.q_proj$",
+        r"self_attn\.q_proj",
+        "layers.0.self_attn.q_proj",
+        r"^model\.layers.0.self_attn.q_proj",
+        r"\w_proj",
+        "(q|v)_proj",
+        "experts.down_proj",
+        "gate_up_proj",
+        "k_proj",
+    ],
+)
+def test_pattern_means_the_same_modules_as_to_peft(
+    pattern: str, qwen: Path, tmp_path: Path
+) -> None:
+    from peft.utils.other import get_pattern_key
+
+    source = AdapterSource(_edited(qwen / "initial", tmp_path / "it", alpha_pattern={pattern: 10}))
+    names = [f"self_attn.{name}" for name in ATTENTION["target_modules"]]
+    names += EXPERTS["target_parameters"]
+    modules = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names]
+    model = model_config(qwen / "base")
+    if any(get_pattern_key([pattern], module) == pattern for module in modules):
+        with pytest.raises(CheckpointError, match="got 10 / 3 for|expected numbers by ends of na"):
+            source.lora(model)
+    else:
+        source.lora(model)
+
+
+def test_adapters_of_experts_in_both_forms_are_refused(tmp_path: Path) -> None:
+    run_ranks(save_initial, 1, str(tmp_path), "mixtral", EXPERTS)
+    tensors = load_file(tmp_path / "initial" / WEIGHTS)
+    shutil.rmtree(tmp_path / "initial")
+    run_ranks(save_per_expert, 1, str(tmp_path), "mixtral")
+    path = tmp_path / "initial" / WEIGHTS
+    save_file(load_file(path) | tensors, path)
+    with pytest.raises(CheckpointError, match="expected one tensor .*experts.*, got two"):
+        AdapterSource(tmp_path / "initial").lora(model_config(tmp_path / "base"))
+
+
 def test_adapter_of_one_parameter_must_say_which(tmp_path: Path) -> None:
     only_down = {"target_modules": [], "target_parameters": ["experts.down_proj"]}
     run_ranks(save_initial, 1, str(tmp_path), "qwen3_moe", only_down)

@@ -49,6 +49,14 @@ def _without_two_files(folder: Path) -> None:
         file.unlink()
 
 
+def _tensor_in_two_files(folder: Path) -> None:
+    for file in sorted(folder.glob("model-*.safetensors")):
+        tensors = load_file(file)
+        if "model.norm.weight" not in tensors:
+            save_file(tensors | {"model.norm.weight": torch.ones(32)}, file)
+            return
+
+
 def _index(text: str) -> Change:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
@@ -89,6 +97,7 @@ DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
     "header of another file": (None, _header(len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(8)), ("fetch it",)),
     **{f"code, {is_new}": (None, _pickle(lambda folder: {"x": _RunsCode(folder / "it_ran")}, is_new), _CODE_ERROR)
        for is_new in (True, False)},
+    "a tensor in two files": ("sharded_safetensors", _tensor_in_two_files, ("one tensor that is 'model.norm.weight'",)),
     "a nested dict": (None, _pickle(lambda _: {"state_dict": {"x": torch.ones(2)}}), ("state_dict()",)),
 }  # fmt: skip
 """Saved format, damage done to it, and parts of the error message."""
@@ -146,6 +155,19 @@ def test_tensor_names_of_other_releases_are_read(
         _rewrite(tmp_path / "model", change)
     assert_same_weights(weights_of(tmp_path / "model"), weights_of(tmp_path / "current"))
     assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("other", ["norm.weight", "layers.2.mlp.up_proj.weight"])
+def test_two_tensors_that_are_one_of_the_model_are_an_error(tmp_path: Path, other: str) -> None:
+    save_as(tiny_llama(), tmp_path / "model", "safetensors")
+    _rewrite(
+        tmp_path / "model",
+        lambda tensors: tensors.update({other: tensors[f"model.{other}"] + 1}),
+    )
+    with pytest.raises(
+        CheckpointError, match=f"expected one tensor that is 'model.{other}', got two"
+    ):
+        weights_of(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

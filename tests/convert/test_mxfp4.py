@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_megatron.convert.dequantized import open_dequantized
 from lightning_megatron.convert.registry import read_json
+from lightning_megatron.errors import CheckpointError
 from tests.families.parity import padded_sentences, pretrained_module
 from tests.families.test_experts import mixture
 from tests.parity.training import Case, Layout, trainer_of
@@ -74,3 +77,12 @@ def test_mxfp4_weights_equal_those_of_transformers(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert saved[name].equal(tensor.float()), name
     assert "quantization_config" not in read_json(target)
+
+
+def test_weight_that_is_stored_unpacked_too_is_refused(tmp_path: Path) -> None:
+    _quantized_directory(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(load_file(file) | {name: torch.ones(4, 32, 64)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"expected one tensor that is '{name}', got two"):
+        open_dequantized(tmp_path)

@@ -48,7 +48,7 @@ from lightning_megatron.convert.model_fields import (
     head_dim,
     layers_of_kind,
 )
-from lightning_megatron.convert.rope import latent_softmax_scale, read_rope
+from lightning_megatron.convert.rope import latent_softmax_scale, read_rope, rotated_part
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import Experts, LatentAttention, LinearAttention
 
@@ -191,7 +191,7 @@ def _qwen3_5(hf: Any) -> Fields:
         "position_embedding_type": "rope",
         "rotary_base": base,
         "rope_scaling": scaling,
-        "rotary_percent": float(rope.get("partial_rotary_factor") or 1.0),
+        "rotary_percent": rotated_part(rope),
     }
 
 

@@ -109,8 +109,8 @@ class Router(TopKRouter):
             if self._min_topk_sum > 0.0:
                 total = total.clamp(min=self._min_topk_sum)
             probs = probs / total
-        scaling_factor = self.config.moe_router_topk_scaling_factor or 1.0
-        if scaling_factor != 1.0:
+        scaling_factor = self.config.moe_router_topk_scaling_factor
+        if scaling_factor not in (None, 1.0):
             probs = probs * scaling_factor
         if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
             probs = self._attach_aux_loss(probs, scores, experts, padding_mask)
