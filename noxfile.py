@@ -118,6 +118,21 @@ def engines(session: nox.Session, engine: str) -> None:
 
 
 @nox.session
+def lowest(session: nox.Session) -> None:
+    """Run the tests of units, conversion and training with the lowest versions that pyproject.toml accepts.
+
+    Those of direct dependencies, torch among them: its default build, with gigabytes of CUDA libraries.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    session.install("uv>=0.9")
+    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]")
+    folders = ("unit", "golden", "parity", "checkpoint", "trainer", "generate", "convert", "cli")
+    session.run(
+        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
+    )
+
+
+@nox.session
 def prereleases(session: nox.Session) -> None:
     """Run the core tests with the newest pre-releases of Lightning, transformers and Megatron-Core (on GPUs of torch).
 
