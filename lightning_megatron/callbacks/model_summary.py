@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.parallel import ParallelConfig
+from lightning_megatron.engine.weight_names import global_name
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.planning.flops import forward_flops
@@ -90,7 +91,7 @@ def _describe_chunk(
     that are trained; those on this rank.
     """
     kinds = {
-        _global_name(name, chunk): (type(part).__name__, part.training)
+        global_name(name, chunk): (type(part).__name__, part.training)
         for name, part in chunk.named_modules()
         if name
     }
@@ -108,18 +109,8 @@ def _describe_chunk(
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             total = 0
         counts = (total, total * weight.requires_grad, weight.numel())
-        weights[_global_name(name, chunk)] = counts
+        weights[global_name(name, chunk)] = counts
     return kinds, weights
-
-
-def _global_name(name: str, chunk: Any) -> str:
-    """The name with the layer's index in the whole model."""
-    match = re.search(r"(?<=\blayers\.)\d+", name)
-    if match is None:
-        return name
-    layer = chunk.get_submodule(name[: match.end()])
-    number = getattr(layer, "layer_number", int(match[0]) + 1)
-    return f"{name[: match.start()]}{number - 1}{name[match.end() :]}"
 
 
 def _columns(

@@ -42,6 +42,7 @@ from lightning_megatron.engine.ops.matrix_shards import Matrices, MatrixGroup, M
 from lightning_megatron.engine.ops.muon import MatrixUpdates
 from lightning_megatron.engine.optimizer_options import (
     OptimizerOptions,
+    check_multipliers,
     engine_config,
     group_name,
     group_overrides,
@@ -107,9 +108,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
         ``super().__init__`` is not called: it would build groups of its own.
 
         Raises:
-            ConfigError: If the learning rate is negative.
+            ConfigError: If the learning rate is negative, or a glob of ``multipliers`` matches nothing.
         """
         require_number("lr", lr)
+        check_multipliers(chunks, options)
         share = context.settings.offload_optimizer
         with MasterPlaceholders() if share else nullcontext():
             engine_optimizer = get_megatron_optimizer(

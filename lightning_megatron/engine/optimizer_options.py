@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
+from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.ops.muon import AdjustLR
 from lightning_megatron.engine.overrides import MIN_LOSS_SCALE, build_config
 from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.engine.weight_names import global_name
 from lightning_megatron.errors import ConfigError, as_options, require_choice, require_number
 from lightning_megatron.foreign_names import checks_options
 
@@ -27,14 +29,29 @@ class GroupMultipliers:
 
     Args:
         lr_mult: Factor of the learning rate.
-        wd_mult: Factor of the weight decay.
+        wd_mult: Factor of the weight decay. None: 1, and 0 for biases and other 1-D weights.
     """
 
     lr_mult: float = 1.0
-    wd_mult: float = 1.0
+    wd_mult: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the factors.
+
+        Raises:
+            ConfigError: If one is negative.
+        """
+        require_number("lr_mult", self.lr_mult)
+        if self.wd_mult is not None:
+            require_number("wd_mult", self.wd_mult)
 
 
-_NO_DECAY = GroupMultipliers(wd_mult=0.0)
+class _Factors(NamedTuple):
+    """Factors of the learning rate and the weight decay of a group of parameters."""
+
+    lr_mult: float
+    wd_mult: float
+
 
 OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
@@ -72,7 +89,8 @@ class OptimizerOptions:
         adjust_lr: Of ``muon``: ``original`` multiplies a matrix's learning rate by the root of rows / columns if
             that is above 1; ``match_rms_adamw`` by 0.2 times the root of the larger of both, which suits learning
             rate and weight decay of AdamW.
-        multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``) to factors; the first match wins.
+        multipliers: Maps globs of Megatron's parameter names (``*word_embeddings*``, ``decoder.layers.0.*``; layers
+            have their numbers in the whole model) to factors; the first match wins.
         initial_loss_scale: Initial loss scale of ``16-mixed``.
         min_loss_scale: Lower bound of the loss scale of ``16-mixed``.
         loss_scale_window: Of ``16-mixed``: steps without overflow after which the loss scale doubles.
@@ -163,52 +181,89 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def multipliers_of(
-    name: str,
-    parameter: torch.Tensor,
-    options: OptimizerOptions,
-) -> GroupMultipliers:
-    """Return the factors of one parameter: by default no weight decay on biases and other 1-D weights.
+def plain_names(
+    chunks: Iterable[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the trained weights of chunks by their names in the whole model, without the prefixes of wrappers."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            plain_name = global_name(name, chunk).replace("module.", "")
+            if plain_name == "output_layer.weight" and getattr(
+                parameter, "shared_embedding", False
+            ):
+                # The last stage's copy of a tied embedding, which must be updated like the embedding.
+                plain_name = "embedding.word_embeddings.weight"
+            yield plain_name, parameter
 
-    Args:
-        name: Megatron's parameter name, with the prefixes of wrappers.
-        parameter: The parameter.
-        options: The options with the user's globs.
+
+def check_multipliers(chunks: Iterable[torch.nn.Module], options: OptimizerOptions) -> None:
+    """Refuse globs that no weight follows. Collective over the world.
+
+    Raises:
+        ConfigError: On all ranks, if one is the first to match no trained weight on any.
     """
-    plain_name = name.replace("module.", "")
-    if plain_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
-        # The last stage's copy of a tied embedding, which must be updated like the embedding.
-        plain_name = "embedding.word_embeddings.weight"
-    for pattern, multipliers in options.multipliers.items():
-        if fnmatch(plain_name, pattern):
-            return multipliers
-    if parameter.dim() == 1 or plain_name.endswith(".bias"):
-        return _NO_DECAY
-    return GroupMultipliers()
+    if not options.multipliers:
+        return
+    names = [name for name, _ in plain_names(chunks)]
+    found = {_first_match(name, options) for name in names}
+    of_ranks = gather_objects((found, names[:1]))
+    used = set().union(*(globs for globs, _ in of_ranks))
+    examples = [name for _, first in of_ranks for name in first]
+    for pattern in options.multipliers:
+        if pattern not in used:
+            raise ConfigError(
+                f"multipliers: expected trained weights that {pattern!r} is the first to match, got none; correct it, "
+                f"or leave it out (the first weight is {''.join(examples[:1])})"
+            )
+
+
+def _first_match(name: str, options: OptimizerOptions) -> str | None:
+    """First of the user's globs that matches the name of a weight; None if none does."""
+    for pattern in options.multipliers:
+        if fnmatch(name, pattern):
+            return pattern
+    return None
+
+
+def _factors_of(name: str, parameter: torch.Tensor, options: OptimizerOptions) -> _Factors:
+    """Factors of one parameter: by default no weight decay on biases and other 1-D weights."""
+    has_decay = parameter.dim() > 1 and not name.endswith(".bias")
+    factors = _Factors(1.0, float(has_decay))
+    pattern = _first_match(name, options)
+    if pattern is None:
+        return factors
+    given = options.multipliers[pattern]
+    if given.wd_mult is None:
+        return _Factors(given.lr_mult, factors.wd_mult)
+    return _Factors(given.lr_mult, given.wd_mult)
 
 
 def group_overrides(
     chunks: Iterable[torch.nn.Module],
     options: OptimizerOptions,
 ) -> dict[ParamKey, dict[str, float]]:
-    """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors."""
-    distinct = {_NO_DECAY, *options.multipliers.values()}
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            distinct.add(multipliers_of(name, parameter, options))
-    distinct.discard(GroupMultipliers())
+    """Overrides of Megatron's parameter groups: one entry for every distinct pair of factors on this rank."""
+    factors_of: dict[torch.Tensor, _Factors] = {}
+    for name, parameter in plain_names(chunks):
+        factors_of[parameter] = _factors_of(name, parameter, options)
 
     def is_in(
-        group: GroupMultipliers,
+        group: _Factors,
         parameter: torch.nn.Parameter,
         name: str,
     ) -> bool:
-        return multipliers_of(name, parameter, options) == group
+        return factors_of[parameter] == group
 
     overrides = {}
-    for group in sorted(distinct, key=astuple):
-        predicate = ParamWithNamePredicate(name=str(group), fn=partial(is_in, group))
-        overrides[ParamKey(with_name_predicate=predicate)] = asdict(group)
+    for group in sorted(set(factors_of.values())):
+        if group != _Factors(1.0, 1.0):
+            predicate = ParamWithNamePredicate(name=str(group), fn=partial(is_in, group))
+            overrides[ParamKey(with_name_predicate=predicate)] = {
+                "lr_mult": group.lr_mult,
+                "wd_mult": group.wd_mult,
+            }
     return overrides
 
 

@@ -11,7 +11,7 @@ from tests.parity.comparison import assert_same_tensors
 from tests.parity.sharding import shards
 from tests.parity.training import (
     PP2,
-    TP2_DP2,
+    PP2_DP2,
     Case,
     Layout,
     Outcome,
@@ -21,6 +21,7 @@ from tests.parity.training import (
     metrics_of,
     module_of,
     recorded_rates,
+    refusal,
     train,
     train_module,
     trainer_of,
@@ -31,35 +32,51 @@ LR = 5e-3
 WEIGHT_DECAY = 0.3
 
 
-def _train_with_multipliers(case: Case) -> Outcome:
+def _train_with_multipliers(case: Case) -> tuple[Outcome, list[str]]:
+    """Train with factors; the outcome, and the messages of globs that no weight follows."""
     from lightning_megatron.engine.optimizer_options import GroupMultipliers
 
     multipliers = {
         "*position_embeddings*": GroupMultipliers(lr_mult=0.0),
         "*linear_fc1.weight": GroupMultipliers(lr_mult=0.5, wd_mult=2.0),
+        "decoder.layers.1.*": GroupMultipliers(lr_mult=0.25),
         "*layernorm.weight": GroupMultipliers(wd_mult=1.0),
     }
-    return train(replace(case, optimizer=(*case.optimizer, ("multipliers", multipliers))))
+    messages = []
+    for useless in ("*word_embedings*", "decoder.layers.1.mlp.*"):
+        globs = {**multipliers, useless: GroupMultipliers(lr_mult=0.5)}
+        messages.append(refusal(train, replace(case, optimizer=(("multipliers", globs),))))
+    outcome = train(replace(case, optimizer=(*case.optimizer, ("multipliers", multipliers))))
+    return outcome, messages
 
 
 def test_multipliers_scale_lr_and_weight_decay_of_matching_weights() -> None:
     """Compared with one step of gradient descent computed here."""
     optimizer = (("name", "sgd"), ("weight_decay", WEIGHT_DECAY))
-    case = Case(layout=TP2_DP2, steps=1, lr=LR, optimizer=optimizer)
-    run = join_outcomes(run_ranks(_train_with_multipliers, 4, case))
+    case = Case(layout=PP2_DP2, steps=1, lr=LR, optimizer=optimizer)
+    ranks = run_ranks(_train_with_multipliers, 4, case)
+    for _, messages in ranks:
+        for message, useless in zip(messages, ("word_embedings", "mlp"), strict=True):
+            assert useless in message
+            assert message == ranks[0][1][messages.index(message)]
+    run = join_outcomes([outcome for outcome, _ in ranks])
     expected = {}
     for name, weight in run.initial_weights.items():
         # Layers are stacked along the first axis.
-        is_matrix = weight.dim() - name.startswith("decoder.layers.") > 1
-        lr = LR
-        decay = float(is_matrix)
-        if "position_embeddings" in name:
-            lr = 0.0
-        if name.endswith("linear_fc1.weight"):
-            lr = 0.5 * LR
-            decay = 2.0
+        is_stacked = name.startswith("decoder.layers.")
+        is_matrix = weight.dim() - is_stacked > 1
+        lr = torch.full_like(weight, LR)
+        decay = torch.full_like(weight, float(is_matrix))
         if name.endswith(("layer_norm_weight", "layernorm.weight")):
-            decay = 1.0
+            decay[:] = 1.0
+        if is_stacked:
+            lr[1] = 0.25 * LR
+            decay[1] = float(is_matrix)
+        if "position_embeddings" in name:
+            lr[:] = 0.0
+        if name.endswith("linear_fc1.weight"):
+            lr[:] = 0.5 * LR
+            decay[:] = 2.0
         step = run.gradients[name] + decay * WEIGHT_DECAY * weight
         expected[name] = weight - lr * step
     assert_same_tensors(run.weights, expected, atol=1e-6)
