@@ -314,7 +314,7 @@ class Schedule:
         return reports
 
     def _global_counts(self, batch: Batch, balance: LoadBalance | None) -> dict[str, Tensor] | None:
-        """All-reduce over dp the targets of each term (at least 1 each) and, with experts, the tokens they balance.
+        """All-reduce over dp the targets of each term (1 for none) and, with experts, the tokens they balance.
 
         Returns:
             The targets by term; None if they are unknown.
@@ -340,8 +340,8 @@ class Schedule:
         dist.all_reduce(totals, group=self._topology.dp_group)
         if balance is not None:
             balance.begin(totals[-1])
-        # A batch without targets has loss 0, not 0/0. Captured graphs read the counts at the same address in each step.
-        totals = totals[: len(names)].clamp(min=1.0)
+        # Captured graphs read the counts at the same address in each step.
+        totals = _divisors(totals[: len(names)])
         buffer = self._denominator_buffers.setdefault(tuple(names), totals).copy_(totals)
         return dict(zip(names, buffer.unbind(), strict=True))
 
@@ -408,7 +408,7 @@ class Schedule:
         if topology.parallel.pp > 1:
             dist.broadcast(total, topology.last_stage, group=topology.pp_group)
         sums, targets = total.unbind(1)
-        counts = targets.clamp(min=1.0)
+        counts = _divisors(targets)
         means = sums / counts
         loss = means[:losses].sum()
         if self._denominators is not None:
@@ -454,7 +454,7 @@ class Schedule:
             dist.broadcast(count, topology.last_stage, group=topology.pp_group)
         dist.all_reduce(count, group=topology.dp_group)
         for chunk in chunks:
-            chunk.scale_gradients(1.0 / count.clamp(min=1.0))
+            chunk.scale_gradients(1.0 / _divisors(count))
 
 
 def _uneven_batch(rows: int, num_microbatches: int) -> str:
@@ -464,6 +464,11 @@ def _uneven_batch(rows: int, num_microbatches: int) -> str:
         f"a batch of {rows} rows cannot be cut into num_microbatches={num_microbatches} of equal size; give the "
         f"DataLoader a batch_size that is a multiple of {num_microbatches}, or choose num_microbatches from {choices}"
     )
+
+
+def _divisors(targets: Tensor) -> Tensor:
+    """Numbers of targets, or sums of their weights, to divide by: a batch without targets has loss 0, not 0/0."""
+    return targets.masked_fill(targets == 0, 1.0)
 
 
 def _report(term: LossTerm) -> Tensor:

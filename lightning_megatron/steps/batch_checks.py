@@ -108,6 +108,18 @@ def check_range(
     check_values(name, values, is_valid, allowed)
 
 
+def check_weights(name: str, weights: Tensor) -> None:
+    """Raise unless ``weights`` can weight losses, whose sum is divided by theirs.
+
+    Raises:
+        DataError: With the first one that is negative or not finite.
+    """
+    is_valid = weights >= 0
+    if weights.is_floating_point():
+        is_valid &= weights.isfinite()
+    check_values(name, weights, is_valid, "a weight, finite and at least 0")
+
+
 def check_shape(
     name: str,
     tensor: Tensor,
@@ -218,8 +230,11 @@ def check_token_inputs(
     for name in ("attention_mask", "position_ids", "token_type_ids", "loss_mask"):
         if name in batch:
             check_shape(name, batch[name], "one value per input token", (rows, length))
+    if "loss_mask" in batch:
+        check_weights("loss_mask", batch["loss_mask"])
     if "sample_mask" in batch:
         check_shape("sample_mask", batch["sample_mask"], "one weight per row", (rows,))
+        check_weights("sample_mask", batch["sample_mask"])
     positions = model.max_position_embeddings if model.has_position_table else None
     limits = {
         "position_ids": (positions, "max_position_embeddings"),

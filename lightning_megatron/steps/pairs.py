@@ -44,6 +44,7 @@ def check_weights(batch: Batch) -> Tensor | None:
     if sample_mask is not None:
         rows = len(batch[TOKENS[0]])
         batch_checks.check_shape("sample_mask", sample_mask, "one weight per pair", (rows,))
+        batch_checks.check_weights("sample_mask", sample_mask)
     return sample_mask
 
 

@@ -81,6 +81,8 @@ class T5TrainStep(MaskedLossStep):
             if name in ("attention_mask", "decoder_attention_mask", "enc_dec_mask"):
                 is_valid = (renamed[name] == 0) | (renamed[name] == 1)
                 batch_checks.check_values(name, renamed[name], is_valid, "1 (visible) or 0")
+            elif name in ("loss_mask", "sample_mask"):
+                batch_checks.check_weights(name, renamed[name])
         if "enc_dec_mask" in renamed:
             visible = visible_keys(
                 renamed.get("attention_mask", torch.ones_like(renamed["input_ids"]))

@@ -185,6 +185,36 @@ def test_step_without_targets_warns_and_keeps_weights() -> None:
     assert_same_tensors(run.weights, run.initial_weights, atol=0.0)
 
 
+def _train_on_weights(case: Case) -> list[tuple[list[float], list[float]]]:
+    """Losses and gradient norms with weights of 1, and of 1/1024, whose sum is less than 1."""
+    from lightning_megatron import GPTTrainStep
+
+    class Uncounted(GPTTrainStep):
+        """Its targets are counted after the backward pass."""
+
+        def counts(self, batch: Any) -> None:
+            return None
+
+    runs = []
+    for weight in (1.0, 1 / 1024):
+        rows = [
+            {"input_ids": row["input_ids"], "loss_mask": torch.full((SEQ_LENGTH,), weight)}
+            for row in _rows(12)
+        ]
+        for step in (GPTTrainStep(), Uncounted()):
+            loader: DataLoader[Any] = DataLoader(rows, batch_size=12)  # type: ignore[arg-type]
+            run = train_module(module_of(case, train_step=step), case, loader)
+            runs.append((run.losses, run.grad_norms))
+    return runs
+
+
+def test_weights_of_targets_are_relative() -> None:
+    first, *others = common_result(_train_on_weights, Case(steps=2))
+    for other in others:
+        assert other[0] == pytest.approx(first[0], rel=1e-5)
+        assert other[1] == pytest.approx(first[1], rel=1e-4)
+
+
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +237,8 @@ def _masked() -> tuple[Rows, Rows]:
     rows = _rows(4)
     masks = [
         {
-            "sample_mask": torch.tensor(1.0),
+            # Weights are relative.
+            "sample_mask": torch.tensor(1 / 1024),
             "loss_mask": torch.ones(SEQ_LENGTH),
         }
         for _ in rows

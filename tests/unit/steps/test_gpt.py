@@ -176,6 +176,14 @@ REFUSED: dict[str, tuple[Mapping[str, Tensor], str]] = {
         {"text": IDS, "loss_mask": ONES},
         rf"loss_mask has the shape .* must have \[2, {LENGTH - 1}\]",
     ),
+    "negative weight": (
+        {"input_ids": IDS, "loss_mask": ONES - 2 * torch.eye(2, LENGTH, dtype=torch.int64)},
+        r"loss_mask\[0, 0\] is -1 and must be a weight, finite and at least 0",
+    ),
+    "infinite weight": (
+        {"input_ids": IDS, "sample_mask": torch.tensor([1.0, torch.inf])},
+        r"sample_mask\[1\] is inf and must be a weight, finite",
+    ),
 }
 
 
