@@ -123,10 +123,15 @@ class StreamLoader:
         return max(self.steps, self._length)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches from the position at the first ``next``: Lightning may restore it after making the iterator."""
+        """Yield batches from the position at the first ``next``: Lightning may restore it after making the iterator.
+
+        Collective over the world.
+        """
+        # Lightning may end its epoch before ours (limit_train_batches): the next one goes on.
+        states = self.position()["replicas"]
         stream = None
         if self._stream is not None:
-            stream = self._stream.open(self.epoch, self._restored)
+            stream = self._stream.open(self.epoch, states)
         try:
             yield from self._batches(stream)
         finally:

@@ -143,6 +143,17 @@ def test_resume_at_another_layout_repeats_and_loses_nothing(
     assert (tokens - targets).total() <= 6
 
 
+def _in_short_epochs(run: Run) -> tuple[Steps, Steps]:
+    """Steps of one epoch, and of several."""
+    return _steps(run), _steps(run.but(trainer={"limit_train_batches": 2}))
+
+
+def test_next_of_lightnings_epochs_goes_on_in_the_stream(run: Run) -> None:
+    for expected, found in run_ranks(_in_short_epochs, 2, run.but(trainer={"max_steps": 5})):
+        assert len(expected) == 5
+        assert found == expected
+
+
 def _with_eod_options(run: Run) -> Steps:
     from lightning_megatron import GPTTrainStep
 
