@@ -524,8 +524,11 @@ class MegatronStrategy(DDPStrategy):
                 freeze_shared_weights(self.chunks, self.host_group)
                 module.model_chunks = to_ddp(module.model_chunks, settings, graphs)
             self._schedule = Schedule(self.chunks, self.topology, graphs)
-            is_averaged = self.weight_average is not None and self.weight_average.is_of(self.chunks)
-            if fitting or not is_averaged:
+            average = self.weight_average
+            # Those of a checkpoint are other weights than the average's.
+            has_weights_of_fit = not fitting and self.checkpointing.start_checkpoint is None
+            is_averaged = average is not None and average.is_of(self.chunks)
+            if not (has_weights_of_fit and is_averaged):
                 self.weight_average = None
             if fitting:
                 if self.megatron_optimizer is not None:

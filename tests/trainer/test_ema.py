@@ -469,9 +469,10 @@ def _refusals(folder: Path) -> dict[str, Any]:
 
     ended = EMA()
     trainer, _ = fit(run, ended)
+    module = trainer.lightning_module
     with ended.average_parameters():
         trainer.save_checkpoint(folder / "averaged.ckpt")
-        inside = refusal(trainer.fit, trainer.lightning_module, shuffled_loader(1))
+        inside = refusal(trainer.fit, module, shuffled_loader(1))
     with recorded_warnings("EMA") as dropped:
         fit(_run({}, 2).but(ckpt_path=str(folder / "averaged.ckpt")))
     evaluated = make_trainer(run, EMA())
@@ -481,6 +482,11 @@ def _refusals(folder: Path) -> dict[str, Any]:
     saved = str(folder / "step=1.ckpt")
     with recorded_warnings("EMA") as warnings:
         evaluated.validate(make_module(run), loader, ckpt_path=saved, verbose=False)
+        # The weights of another checkpoint are not those that the average is of.
+        results = [
+            trainer.validate(module, loader, ckpt_path=saved, verbose=False),
+            trainer.validate(module, loader, verbose=False),
+        ]
     return {
         "plain": refusal(ema.setup, plain, module, "fit"),
         "several": refusal(fit, run, EMA(), EMA()),
@@ -489,6 +495,8 @@ def _refusals(folder: Path) -> dict[str, Any]:
         "early": refusal(EMA().average_parameters().__enter__),
         "decay": refusal(EMA, decay=1.5),
         "device": refusal(EMA, device="cuda:7"),
+        "of_others": refusal(ended.average_parameters().__enter__),
+        "results": results,
         "warnings": warnings,
         "dropped": dropped,
     }
@@ -505,5 +513,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert "device='cuda:7': expected cpu" in found["device"]
     (dropped,) = found["dropped"]
     assert "averaged.ckpt has the average of 1 updates" in dropped
-    (warning,) = found["warnings"]
-    assert "step=1.ckpt has no average of the weights" in warning
+    first, second = found["results"]
+    assert first == second
+    assert "expected an update of the average before" in found["of_others"]
+    *missing, none = found["warnings"]
+    for warning in missing:
+        assert "step=1.ckpt has no average of the weights" in warning
+    assert "expected an average of the weights, got none in this process" in none
