@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -140,6 +142,13 @@ class PreferenceDataModule(MegatronDataModule):
         if stage == "predict" or not self._needs_reference(run):
             return
         weights = self._reference_weights(run)
+        checkpointing = self._strategy().checkpointing
+        goes_on = checkpointing.has_trained and checkpointing.start_checkpoint is None
+        if stage == "fit" and self.reference is None and goes_on:
+            rank_zero_warn(
+                "reference=None: expected weights that training begins with, got a module that this process has "
+                f"trained; the reference is still {weights.path}: give reference=DIR for another"
+            )
         for name in SPLIT_NAMES:
             if name not in run.splits or not self.has_split(name):
                 continue
@@ -169,7 +178,7 @@ class PreferenceDataModule(MegatronDataModule):
         """The reference model: the given one, else the weights that training begins with.
 
         Raises:
-            ConfigError: If they are random.
+            ConfigError: If they are random, or those of a checkpoint that a restarted run would not know any more.
         """
         module: Any = self._trainer().lightning_module
         multiple = 128
@@ -179,7 +188,15 @@ class PreferenceDataModule(MegatronDataModule):
             folder = local_folder(self.reference, "model")
             config = replace(model_config(str(folder)), make_vocab_size_divisible_by=multiple)
             return FrozenWeights(model=config, source=folder)
-        checkpoint = self._strategy().checkpointing.initial_weights
+        checkpointing = self._strategy().checkpointing
+        fitting = self._trainer().state.fn in (None, TrainerFn.FITTING)
+        if fitting and checkpointing.weights_alone_of is not None:
+            raise ConfigError(
+                "reference=None: expected the weights that training begins with from pretrained=True or load_from, got "
+                f"ckpt_path={checkpointing.weights_alone_of} with load_weights_only=True, which a restarted run would "
+                "not know any more; give load_from instead, or reference=DIR"
+            )
+        checkpoint = checkpointing.initial_weights
         source = checkpoint or getattr(module, "pretrained_path", None)
         if source is None or run.model is None:
             raise ConfigError(

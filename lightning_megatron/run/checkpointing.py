@@ -548,6 +548,20 @@ class Checkpointing:
         """The checkpoint that the Trainer loads in this run; None if it loads none."""
         return self._start_checkpoint
 
+    @property
+    def weights_alone_of(self) -> str | None:
+        """The checkpoint of whose weights ``load_weights_only`` makes a new run; None if a run begins otherwise."""
+        start = self._start_checkpoint
+        if start is None or not self._strategy.load_weights_only or is_of_this_job(as_path(start)):
+            return None
+        return start
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the module has been trained in this process; a run without a checkpoint goes on with its weights."""
+        module = self._strategy.lightning_module
+        return module in modules_with_weights and modules_with_weights[module] is None
+
     def load_average(self) -> bool:
         """Replace the weights of the checkpoint that this evaluation has loaded by their average.
 

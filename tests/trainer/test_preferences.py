@@ -24,7 +24,7 @@ from tests.parity.training import (
     trainer_of,
 )
 from tests.ranks import run_ranks
-from tests.recording import recorded_log
+from tests.recording import recorded_log, recorded_warnings
 from tests.tokenizers import make_tokenizer
 
 STEPS = 3
@@ -287,6 +287,41 @@ def _from_checkpoint(folder: str) -> dict[str, Any]:
             steps=1,
         )
     )
+
+
+def _from_weights_of_a_checkpoint(folder: str) -> tuple[str, list[str]]:
+    """The refusal of weights of a checkpoint alone, and what a second fit of a module says."""
+    from lightning_megatron import DPOTrainStep, MegatronModule, PreferenceDataModule
+
+    def data() -> Any:
+        return PreferenceDataModule(
+            f"{folder}/pairs.jsonl",
+            f"{folder}/model",
+            split="5,2,0",
+            seq_length=48,
+            micro_batch_size=1,
+        )
+
+    module = MegatronModule(f"{folder}/model", train_step=DPOTrainStep(), pretrained=True)
+    trainer = trainer_of(Case(steps=1), default_root_dir=folder)
+    with recorded_warnings("reference=None") as messages:
+        trainer.fit(module, datamodule=data())
+        trainer.validate(module, datamodule=data(), verbose=False)
+        assert messages == []
+        trainer_of(Case(steps=1), default_root_dir=folder).fit(module, datamodule=data())
+    trainer.save_checkpoint(f"{folder}/tuned.ckpt")
+    other = trainer_of(Case(steps=1), default_root_dir=folder)
+    other.strategy.load_weights_only = True  # type: ignore[attr-defined]
+    other_module = MegatronModule(f"{folder}/model", train_step=DPOTrainStep(), pretrained=True)
+    path = f"{folder}/tuned.ckpt"
+    return refusal(other.fit, other_module, datamodule=data(), ckpt_path=path), messages
+
+
+def test_reference_of_another_start_is_not_taken_for_its_weights(folder: str) -> None:
+    ((message, warnings),) = run_ranks(_from_weights_of_a_checkpoint, 1, folder)
+    assert "tuned.ckpt with load_weights_only=True" in message
+    (warning,) = warnings
+    assert f"the reference is still {folder}/model" in warning
 
 
 def test_weights_of_load_from_are_the_reference(folder: str) -> None:
