@@ -559,7 +559,7 @@ class Checkpointing:
     @property
     def has_trained(self) -> bool:
         """Whether the module has been trained in this process; a run without a checkpoint goes on with its weights."""
-        module = self._strategy.lightning_module
+        module = self._trainer.lightning_module
         return module in modules_with_weights and modules_with_weights[module] is None
 
     def load_average(self) -> bool:

@@ -133,7 +133,7 @@ def test_hyperparameters_are_in_loggers_and_checkpoints(
     assert hparams["train_step"] == "gpt"
     assert hparams["task"] == "causal_lm"
     assert hparams["optimizer"]["multipliers"] == {
-        "*word_embeddings*": {"lr_mult": 0.5, "wd_mult": 1.0}
+        "*word_embeddings*": {"lr_mult": 0.5, "wd_mult": None}
     }
     assert hparams["lr_schedule"]["style"] == "cosine"
     # Plain numbers and strings, not enum classes that a reader would have to import.

@@ -311,7 +311,7 @@ def _from_weights_of_a_checkpoint(folder: str) -> tuple[str, list[str]]:
         trainer_of(Case(steps=1), default_root_dir=folder).fit(module, datamodule=data())
     trainer.save_checkpoint(f"{folder}/tuned.ckpt")
     other = trainer_of(Case(steps=1), default_root_dir=folder)
-    other.strategy.load_weights_only = True  # type: ignore[attr-defined]
+    other.strategy.load_weights_only = True
     other_module = MegatronModule(f"{folder}/model", train_step=DPOTrainStep(), pretrained=True)
     path = f"{folder}/tuned.ckpt"
     return refusal(other.fit, other_module, datamodule=data(), ckpt_path=path), messages
