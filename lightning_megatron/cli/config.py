@@ -29,7 +29,7 @@ from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.hub import local_folder
 from lightning_megatron.storage.paths import open_new
-from lightning_megatron.storage.yaml_limits import check_yaml_size
+from lightning_megatron.storage.yaml_limits import load_yaml
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import ModelConfig
@@ -524,8 +524,7 @@ def _read_flat(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             content = json.loads(text)
         else:
-            check_yaml_size(text, path.name)
-            content = yaml.safe_load(text)
+            content = load_yaml(text, path.name, yaml.safe_load)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration of Accelerate: {error}"

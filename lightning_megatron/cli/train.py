@@ -42,7 +42,7 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.module import MegatronModule
 from lightning_megatron.registration import STRATEGY_SIZES
-from lightning_megatron.storage.yaml_limits import check_yaml_size
+from lightning_megatron.storage.yaml_limits import load_yaml
 from lightning_megatron.strategy import MegatronStrategy
 
 _PUBLIC = [getattr(lightning_megatron, name) for name in lightning_megatron.__all__]
@@ -361,8 +361,4 @@ def _load_checked(text: str, path: str = "") -> Any:
     jsonargparse passes the path of a file to loaders with a parameter ``path``.
     """
     name = path or text[:40]
-    check_yaml_size(text, name)
-    try:
-        return _load(text)
-    except ValueError as error:  # a number with thousands of digits
-        raise ConfigError(f"{name}: {error}; correct it") from error
+    return load_yaml(text, name, _load)

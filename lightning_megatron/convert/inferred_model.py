@@ -76,6 +76,8 @@ UNSUPPORTED = (
 )
 """Arguments that no known family supports, unless their value is one of ``_OFF``."""
 _OFF = (None, False, 0, "vanilla")
+_ENGINE_SPECS = ("local", "megatron.core.")
+"""Beginnings of ``spec``, the module and function that build the layers, in which they are the engine's own."""
 
 
 def describe_model(
@@ -270,13 +272,19 @@ class _ConfigBuilder:
             for name in UNSUPPORTED
             if self.arguments.get(name) not in _OFF
         ]
+        spec = self.arguments.get("spec")
+        if spec and not str(spec[0]).startswith(_ENGINE_SPECS):
+            wrong.append(f"layers of spec={' '.join(map(str, spec))[:100]}")
         if self.architecture == "t5":
             wrong.append(
                 "the scaled scores of Megatron-LM's encoder-decoder (if it was made from a T5, say so)"
             )
         elif not wrong and self.architecture == "bert":
-            return self.config_for("megatron-bert")
-        if not wrong:
+            config = self.config_for("megatron-bert")
+            wrong = self._other_fields(family_of("megatron-bert").model_config(config))
+            if not wrong:
+                return config
+        elif not wrong:
             mismatches = []
             for family in self._candidates():
                 config = self.config_for(family)
@@ -298,15 +306,19 @@ class _ConfigBuilder:
     def _mismatches(self, family: str, config: Any) -> list[str]:
         """Fields and names of tensors in which a model of the family differs from the checkpoint."""
         model = family_of(family).model_config(config)
-        fields = [
-            f"{name}={value}"
-            for name, value in self.fields.items()
-            if getattr(model, name) != value
-        ]
+        fields = self._other_fields(model)
         names = {rule.megatron for rule in rules_of(model)}
         # With several pipeline stages the last one of a tied model has a copy of the embedding.
         copies = {"output_layer.weight"} - names
         return fields + sorted(names ^ (self.names - copies))
+
+    def _other_fields(self, model: ModelConfig) -> list[str]:
+        """Fields in which a model differs from the checkpoint."""
+        return [
+            f"{name}={value}"
+            for name, value in self.fields.items()
+            if getattr(model, name) != value
+        ]
 
     def config_for(self, family: str) -> Any:
         """Hugging Face config object of ``family`` with all fields that are known."""

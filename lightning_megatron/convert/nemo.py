@@ -25,7 +25,7 @@ from lightning_megatron.convert.megatron_arguments import GIVE_A_CONFIG, as_plai
 from lightning_megatron.convert.source import Description
 from lightning_megatron.convert.torch_dist import CoreSource
 from lightning_megatron.errors import CheckpointError, ConfigError
-from lightning_megatron.storage.yaml_limits import check_yaml_size
+from lightning_megatron.storage.yaml_limits import load_yaml
 
 WEIGHTS = "weights"
 CONTEXT = "context"
@@ -187,8 +187,7 @@ def _model_values(file: Path) -> dict[str, Any]:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
         text = file.read_text()
-        check_yaml_size(text, str(file))
-        content = yaml.load(text, Loader=yaml.CSafeLoader)  # noqa: S506
+        content = load_yaml(text, str(file), _load)
     except (ConfigError, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{file} cannot be read ({reason}); use another copy") from None
@@ -199,6 +198,10 @@ def _model_values(file: Path) -> dict[str, Any]:
             "another copy"
         )
     return {str(name): value for name, value in values.items()}
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=yaml.CSafeLoader)  # noqa: S506 (a SafeLoader)
 
 
 def _name_of_function(value: Any) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.storage.yaml_limits import load_yaml
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -92,7 +94,11 @@ def _read(path: Path, functions: list[_Function], above: tuple[Path, ...]) -> di
 
     Loader.add_constructor("!function", construct)
     try:
-        config = yaml.load(path.read_bytes(), Loader=Loader)  # noqa: S506 (a SafeLoader)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"task {path}: expected a YAML file, got none; correct its path")
+        text = path.read_text(encoding="utf-8")
+        load = partial(yaml.load, Loader=Loader)
+        config = load_yaml(text, f"task {path}", load)
     except OSError as error:
         raise ConfigError(
             f"task {path} cannot be read: {error.strerror}; give a YAML file"

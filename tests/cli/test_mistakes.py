@@ -218,7 +218,9 @@ FILES = {
     "trainer: &a {logger: *a}": f": {_MANY}",
     # Newer libraries of YAML have a limit of their own, from 1,000 on.
     f"trainer: {'[' * 500}{']' * 500}": f": {_MANY}",
-    f"trainer: {'9' * 5000}": ": Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits",
+    f"trainer: {'9' * 5000}": ": expected numbers of at most 1,000 characters, got one of 5,000; correct it",
+    f"trainer: 1{':1' * 500_000}": ": expected numbers of at most 1,000 characters, got one of 1,000,001",
+    "trainer: !!bool maybe": ": expected values of the types that their tags or forms say, got KeyError('maybe')",
     "trainer: \xff": " is not UTF-8 text",
     **dict.fromkeys(
         ("distributed_type: MEGATRON_LM", '{\n\t"distributed_type": "MEGATRON_LM"}'),

@@ -123,6 +123,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "centred norms": (_set(layernorm_zero_centered_gamma=True), "has apply_layernorm_1p=True"),
     "no mapping": (_write("- 1"), "expected the arguments of a model of NeMo"),
     "code": (_write("config: !!python/object/apply:os.system ['touch ran']"), "cannot be read"),
+    "number": (_write(f"config: 1{':1' * 500_000}"), "expected numbers of at most 1,000 char"),
+    "type": (_write("config: !!bool maybe"), "got KeyError"),
     "aliases": (_write(_BOMB), "expected at most 100,000 values"),
     "adapters": (
         lambda path: (path / "weights" / "adapter_metadata.json").write_text("{}"),

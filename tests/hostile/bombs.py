@@ -594,6 +594,7 @@ _SETTINGS = {
     "aliases_of_a_section": f"{_ALIASES}trainer: *a11\n",
     "aliases_of_mappings": f"{_ALIASES_OF_MAPPINGS}model: *a11\n",
     "alias_of_itself": "trainer: &a {callbacks: [*a]}\n",
+    "number_to_base_60": f"trainer: 1{':1' * 500_000}\n",
     "nested_yaml": "trainer: " + "[" * 100_000 + "]" * 100_000,
 }
 _ACCELERATE = {
@@ -601,6 +602,7 @@ _ACCELERATE = {
     "aliases_of_accelerates_section": (
         f"{_ALIASES}megatron_lm_config: {{megatron_lm_tp_degree: *a11}}\n"
     ),
+    "accelerates_number_to_base_60": f"mixed_precision: 1{':1' * 500_000}\n",
     "nested_accelerate": "mixed_precision: " + "[" * 100_000 + "]" * 100_000,
 }
 

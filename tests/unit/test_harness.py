@@ -139,6 +139,10 @@ def test_functions_of_a_task_and_its_includes_are_found_without_running_them(
         ),
         ("x: [\n", "cannot be read as YAML"),
         (None, "cannot be read: No such file"),
+        (f"x: 1{':1' * 500_000}\n", "task .*a.yaml: expected numbers of at most 1,000 characters"),
+        (f"x: &a [{'1,' * 999}1]\ny: [{'*a,' * 999}1]\n", "task .*: expected at most 100,000"),
+        ("x: !!timestamp soon\n", "task .*: expected values of the types that their tags"),
+        ("include: /dev/zero\n", "task /dev/zero: expected a YAML file, got none"),
     ],
 )
 def test_damaged_task_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:

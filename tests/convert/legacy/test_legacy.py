@@ -527,6 +527,7 @@ def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
         ("position_embedding_type", "alibi"),
         ("window_attn_skip_freq", 2),
         ("softmax_type", "off-by-one"),
+        ("spec", ["mine.layers"]),
     ],
 )
 def test_decoder_of_no_known_family_is_refused(tmp_path: Path, name: str, value: Any) -> None:
@@ -535,7 +536,14 @@ def test_decoder_of_no_known_family_is_refused(tmp_path: Path, name: str, value:
         Layout(stages=even(4), arguments={name: value}),
         llama(tiny_llama()),
     )
-    with pytest.raises(CheckpointError, match=f"{name}={value}.*give the Hugging Face config.json"):
+    shown = " ".join(value) if isinstance(value, list) else value
+    with pytest.raises(CheckpointError, match=f"{name}={shown}.*give the Hugging Face config.json"):
+        weights_of(tmp_path)
+
+
+def test_encoder_with_a_window_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, Layout(stages=even(4), arguments={"window_size": [4, 4]}), bert(_bert()))
+    with pytest.raises(CheckpointError, match="no known model family has sliding_window=5"):
         weights_of(tmp_path)
 
 
