@@ -14,9 +14,11 @@ from lightning_megatron.errors import (
     LARGEST_BATCH,
     LARGEST_WORLD,
     ConfigError,
+    divisors,
     require_choice,
     require_number,
 )
+from lightning_megatron.planning.devices import RANKS_PER_HOST
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import open_new, save_figure
 
@@ -270,9 +272,10 @@ def _yaml(
     settings: dict[str, Any] = {
         f"trainer.strategy.{name}": value for name, value in strategy.items()
     }
+    devices = _devices_per_host(options.gpus, parallel.tp)
     settings |= {
-        "trainer.devices": min(options.gpus, 8),
-        "trainer.num_nodes": max(1, options.gpus // 8),
+        "trainer.devices": devices,
+        "trainer.num_nodes": options.gpus // devices,
     }
     settings |= {"trainer.precision": run.precision, "model.model": model}
     if run.offload_optimizer:
@@ -283,9 +286,19 @@ def _yaml(
         "data.seq_length": options.seq_length,
         "data.micro_batch_size": run.micro_batch_size,
     }
+    if run.model.architecture != "gpt":
+        settings["data.data_path"] = "data/corpus_text_sentence"
+        settings["data.tokenizer"] = "data/tokenizer"
+    if run.model.architecture == "t5":
+        settings["data.seq_length_decoder"] = options.decoder_seq_length
     estimate = f"estimated {best.memory.total / _GIB:.1f} GiB of each GPU and {best.time.total:.3f} s a step"
     title = f"# For {options.gpus} x {options.device}: {estimate}.\n#\n"
     return f"{title}#   lightning-megatron fit --config {options.output}\n{as_yaml(settings)}"
+
+
+def _devices_per_host(gpus: int, tp: int) -> int:
+    """Most GPUs of a host that share all ``gpus`` evenly over hosts, and hold whole groups of ``tp``."""
+    return max(size for size in divisors(gpus) if size <= RANKS_PER_HOST and size % tp == 0)
 
 
 def _draw(plans: Sequence[Plan], device: Device) -> Any:
@@ -318,6 +331,7 @@ def _draw(plans: Sequence[Plan], device: Device) -> Any:
             f" {plan.tokens_per_s_per_device:,.0f} tok/s/GPU",
             va="center",
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )
     bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, fastest first")
     bars.set_xlim(0, max(device.memory / _GIB, *left) * 1.15)
@@ -350,7 +364,8 @@ def _name(plan: Plan) -> str:
     run, parallel = plan.run, plan.run.parallel
     vpp = f" vpp{parallel.vpp}" if parallel.vpp else ""
     cp = f" cp{parallel.cp}" if parallel.cp > 1 else ""
+    ep = f" ep{parallel.ep}" if run.model.experts else ""
     return (
-        f"tp{parallel.tp} pp{_pp(run)}{vpp}{cp} dp{run.dp}, {run.micro_batch_size} x {parallel.num_microbatches}"
+        f"tp{parallel.tp} pp{_pp(run)}{vpp}{cp} dp{run.dp}{ep}, {run.micro_batch_size} x {parallel.num_microbatches}"
         f"{', recompute' if run.recompute else ''}"
     )

@@ -72,6 +72,53 @@ def test_uneven_stages_are_shown_and_become_options() -> None:
     assert [name for name, number in uneven.items() if f"{name}: {number}" not in config] == []
 
 
+@pytest.mark.parametrize(
+    ("gpus", "tp", "hosts"),
+    [(1, 1, (1, 1)), (6, 2, (6, 1)), (12, 4, (4, 3)), (12, 2, (6, 2)), (24, 8, (8, 3)), (13, 1, (1, 13))],
+)  # fmt: skip
+def test_configuration_uses_all_gpus_and_no_host_splits_a_tensor_group(
+    gpus: int, tp: int, hosts: tuple[int, int]
+) -> None:
+    devices = command._devices_per_host(gpus, tp)
+    assert (devices, gpus // devices) == hosts
+
+
+def test_configuration_has_the_lengths_and_the_number_of_gpus_that_were_planned(
+    tmp_path: Path,
+) -> None:
+    words = (
+        "--model t5-large --gpus 12 --seq-length 256 --decoder-seq-length 64 --global-batch-size 24"
+    )
+    file = tmp_path / "t5.yaml"
+    code, _, _ = run_cli(tmp_path, "plan", *words.split(), "--top", "1", "--output", file)
+    assert code == 0
+    written = yaml.safe_load(file.read_text())
+    trainer, data = written["trainer"], written["data"]["init_args"]
+    assert trainer["devices"] * trainer["num_nodes"] == 12
+    assert (data["seq_length"], data["seq_length_decoder"]) == (256, 64)
+    assert data["data_path"].endswith("_sentence")
+    assert data["tokenizer"]
+
+
+def test_layouts_that_differ_in_ep_alone_have_bars_of_their_own() -> None:
+    model = model_config(dict(SHAPES["qwen3-30b-a3b"]))
+    device = DEVICES["h200"]
+    found = [
+        plan(
+            PlannedRun(
+                model=model,
+                parallel=ParallelConfig(ep=ep),
+                micro_batch_size=1,
+                lengths=(4096,),
+                world_size=8,
+            ),
+            device,
+        )
+        for ep in (1, 2, 4)
+    ]
+    assert len({command._name(each) for each in found}) == 3
+
+
 # ---- well-known shapes ----------------------------------------------------------------------------------------------
 
 PUBLISHED_BILLIONS = {
