@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -31,6 +32,14 @@ from lightning_megatron.models.config import ModelConfig
 DataPath: TypeAlias = str | list[str | float]
 """A prefix; a list of prefixes, weighted by their sizes; or weights and prefixes in turn."""
 _TOKENS_CHECKED = 1 << 20
+_READ_BY = {
+    "seq_length_decoder": ("t5",),
+    "masking": ("bert", "t5"),
+    "t5_format": ("t5",),
+    "sentence_order": ("bert",),
+    "drop_last_partial_validation_sequence": ("gpt",),
+}
+"""Options that not every objective reads, and which ones do."""
 
 
 @checks_options
@@ -139,6 +148,7 @@ class IndexedDataModule(MegatronDataModule):
             raise ConfigError(
                 f"objective={name!r}: expected {run.model.architecture!r} for a {run.model.family}"
             )
+        self._check_read(name)
         objective = self._objective(run.model)
         parts = [part for split in self._sources for part in self._parts(split, None)]
         for prefix in dict.fromkeys(part.prefix for part in parts):
@@ -160,6 +170,21 @@ class IndexedDataModule(MegatronDataModule):
         return open_samples(
             self._objective(self.model()), self._parts(name, num_samples), self.index_cache
         )
+
+    def _check_read(self, objective: str) -> None:
+        """Check that the objective reads every option that is set.
+
+        Raises:
+            ConfigError: For the first one that it does not read.
+        """
+        parameters = inspect.signature(IndexedDataModule).parameters
+        for option, objectives in _READ_BY.items():
+            value = getattr(self, option)
+            if objective not in objectives and value != parameters[option].default:
+                raise ConfigError(
+                    f"{option}={value!r}: expected the objective {' or '.join(objectives)}, which reads it, got "
+                    f"{objective}; leave {option} out"
+                )
 
     def _parts(
         self,

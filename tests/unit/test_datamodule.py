@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_megatron import MegatronModule, MegatronStrategy
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.batch_shape import BatchShape
+from lightning_megatron.data.masked import MaskingOptions
 from lightning_megatron.datamodules.base import Run
-from lightning_megatron.datamodules.indexed import IndexedDataModule
+from lightning_megatron.datamodules.indexed import _READ_BY, IndexedDataModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.run.launch import ScriptLauncher
 from lightning_megatron.run.restarts import LAUNCHER
@@ -274,6 +275,33 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
         )
         with pytest.raises(error, match=r"data_path=.*nothing needs two files|would start"):
             trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))
+
+
+@pytest.mark.parametrize("option", _READ_BY)
+def test_option_that_the_objective_does_not_read_is_refused(option: str, tmp_path: Path) -> None:
+    """Of a dataset that is not there: it is refused first where the option is read."""
+    values: dict[str, Any] = {
+        "seq_length_decoder": 64,
+        "masking": MaskingOptions(probability=0.5),
+        "t5_format": "megatron",
+        "sentence_order": True,
+        "drop_last_partial_validation_sequence": False,
+    }
+    models = {
+        "gpt": {"model_type": "gpt2"},
+        "bert": {"model_type": "megatron-bert"},
+        "t5": {"model_type": "t5"},
+    }
+    shape = BatchShape(
+        micro_batch_size=2, num_microbatches=2, data_parallel_size=2, data_parallel_rank=0
+    )
+    for name, config in models.items():
+        data = IndexedDataModule(str(tmp_path / "nothing"), **{option: values[option]})
+        expected = "tokenizer=None|nothing needs two files"
+        if name not in _READ_BY[option]:
+            expected = rf"{option}=.*: expected the objective .*, got {name}; leave {option} out"
+        with pytest.raises(ConfigError, match=expected):
+            data.check(Run(shape=shape, model=model_config(config)))
 
 
 def test_token_beyond_the_vocabulary_is_refused(
