@@ -17,6 +17,7 @@ from lightning_megatron.engine.parallel import ParallelConfig
 from lightning_megatron.engine.weight_names import global_name
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.models.lora import Adapter
 from lightning_megatron.planning.flops import forward_flops
 
 
@@ -87,19 +88,24 @@ def _describe_chunk(
 ) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[int, int, int]]]:
     """Class and training mode of each module, and element counts of each weight, by names in the whole model.
 
-    The counts are: all elements over tp or ep, without vocabulary padding and copies of a tied embedding; those of them
-    that are trained; those on this rank.
+    The counts are: all elements over tp or ep, without vocabulary padding, copies of a tied embedding, and rows of
+    adapters that stay zero; those of them that are trained; those on this rank.
     """
     kinds = {
         global_name(name, chunk): (type(part).__name__, part.training)
         for name, part in chunk.named_modules()
         if name
     }
+    unused = {
+        f"{name}.B": part.num_unused
+        for name, part in chunk.named_modules()
+        if isinstance(part, Adapter)
+    }
     weights: dict[str, tuple[int, int, int]] = {}
     for name, weight in chunk.named_parameters():
         is_split = getattr(weight, "tensor_model_parallel", False)
         is_expert = not getattr(weight, "allreduce", True)
-        total = weight.numel()
+        total = weight.numel() - unused.get(name, 0)
         if is_expert:
             total *= parallel.ep
         elif is_split:

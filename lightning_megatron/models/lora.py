@@ -218,6 +218,14 @@ class Adapter(LowRank):
         (linear,) = self.base
         return linear.weight
 
+    @property
+    def num_unused(self) -> int:
+        """Elements of B in rows of matrices without an adapter, which stay zero."""
+        if self.owners is None:
+            return 0
+        is_unused = self.owners.sum(dim=1) == 0
+        return int(is_unused.sum()) * self.rank
+
     def delta(self) -> Tensor:
         """See ``LowRank``."""
         product = self._expanded_b().float() @ self.A.float()

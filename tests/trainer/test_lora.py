@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.engine.wrap import unwrap
+from lightning_megatron.planning.parameters import trained_with_lora
 from tests.checkpoint.runs import callback, read_tensors
 from tests.cli.command import run_all
 from tests.convert.directories import tiny_llama
@@ -66,10 +68,21 @@ def _train(
         "initial": initial,
         "final": shards(module),
         "trained": sum(p.numel() for p in weights if p.requires_grad),
+        "summary": _trained_in_summary(module),
+        "announced": trained_with_lora(module.model_config),
         "moments": sum(size for size in moments if size > 1),
         "masters": sum(p.numel() for p in masters),
         "results": _infer(module),
     }
+
+
+def _trained_in_summary(module: Any) -> dict[str, int]:
+    """Trained elements of this stage over tp, by parameter, as Lightning's summary counts them."""
+    from lightning_megatron.callbacks.model_summary import _describe_chunk
+
+    (chunk,) = map(unwrap, module.megatron.chunks)
+    _, counts = _describe_chunk(chunk, module.model_config, module.megatron.parallel)
+    return {name: trained for name, (_, trained, _) in counts.items()}
 
 
 def _infer(module: Any) -> tuple[Tensor, Tensor]:
@@ -132,6 +145,13 @@ def test_only_adapters_are_trained_and_initial_values_are_equal_on_every_layout(
         if name.endswith(".B"):
             limit = 0.0
         assert 0.95 * limit <= tensor.abs().max() <= limit
+
+
+def test_summary_counts_the_adapters_that_are_announced(ranks: list[dict[str, Any]]) -> None:
+    """Rows of B of matrices without an adapter (here keys and gate) stay zero."""
+    first, *_, last = ranks
+    counts = first["summary"] | last["summary"]
+    assert sum(counts.values()) == first["announced"]
 
 
 def test_resume_is_exact_and_weights_only_checkpoints_hold_adapters(
