@@ -30,7 +30,16 @@ _REQUIRED = (
 _NOT_INSTALLED = "not installed"
 _STATE_BYTES = 12
 """Of a parameter: an fp32 master weight and two moments."""
-_FOR_PREPROCESS = ("pyarrow", "zstandard", "sentencex", "orjson")
+_OPTIONAL = (
+    # (package, module, what it gives, extra)
+    ("pyarrow", "pyarrow", "for preprocess", "data"),
+    ("zstandard", "zstandard", "for preprocess", "data"),
+    ("sentencex", "sentencex", "for preprocess", "data"),
+    ("orjson", "orjson", "for preprocess", "data"),
+    ("lm_eval", "lm_eval", "evaluate, HarnessEvaluation", "eval"),
+    ("wandb", "wandb", "Lightning's WandbLogger", "wandb"),
+    ("universal-pathlib", "upath", "checkpoints in object stores", "remote"),
+)
 
 
 def doctor() -> None:
@@ -117,9 +126,9 @@ def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
     elif find_spec("liger_kernel"):  # without a working CUDA extension
         state = "installed, but not usable"
     yield "liger-kernel", state, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"
-    for name in _FOR_PREPROCESS:
-        state = "usable" if find_spec(name) else _NOT_INSTALLED
-        yield name, state, "for preprocess", "pip install 'lightning-megatron[data]'"
+    for package, module, gives, extra in _OPTIONAL:
+        state = "usable" if find_spec(module) else _NOT_INSTALLED
+        yield package, state, gives, f"pip install 'lightning-megatron[{extra}]'"
 
 
 def _table(

@@ -189,6 +189,6 @@ def test_doctor_shows_versions_slots_and_optional_packages(
         f"{'torch'.ljust(18)}  {version('torch')}",
         "\nliger-kernel ",
         "MegatronStrategy(offload_optimizer=True) keeps AdamW's state of ",
-        "pip install 'lightning-megatron[data]'",
+        *(f"pip install 'lightning-megatron[{extra}]'" for extra in ("data", "eval", "remote")),
     ]
     assert [each for each in (*rows, *(reason for *_, reason in ops)) if each not in text] == []
