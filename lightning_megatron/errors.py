@@ -89,13 +89,28 @@ def require_kind(name: str, value: object, annotation: str) -> None:
     is_bool = isinstance(value, bool) and plain in ("int", "float")
     if is_bool or not isinstance(value, kind):
         raise ConfigError(
-            f"{name}={value!r} must be {noun}, and is a {type(value).__name__}; correct {name}"
+            f"{name}={value!r} must be {noun}, and is {type_of(value)}; correct {name}"
+        )
+    if noun == "a dict" and not isinstance(value, Mapping) and not _are_pairs(value):
+        raise ConfigError(
+            f"{name}={value!r} must be {noun}, and is {type_of(value)} of other than pairs; correct {name}"
         )
     if isinstance(value, Integral):
         if abs(int(value)) >= 2**_INTEGER_BITS:
             raise ConfigError(f"{name}={value} must fit into {_INTEGER_BITS} bits; correct {name}")
     elif isinstance(value, Real) and not math.isfinite(value):
         raise ConfigError(f"{name}={value} must be a finite number; correct {name}")
+
+
+def type_of(value: object) -> str:
+    """Name of a value's type with its article, for errors: ``an int``."""
+    name = type(value).__name__
+    article = "an" if name[0].lower() in "aeiou" else "a"
+    return f"{article} {name}"
+
+
+def _are_pairs(values: Any) -> bool:
+    return all(isinstance(each, (list, tuple)) and len(each) == 2 for each in values)
 
 
 def require_number(

@@ -55,7 +55,13 @@ from lightning_megatron.engine.lr_schedule import (
 from lightning_megatron.engine.optimizer_options import OptimizerOptions
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
-from lightning_megatron.errors import CheckpointError, ConfigError, as_options, require_number
+from lightning_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    as_options,
+    require_number,
+    type_of,
+)
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
@@ -338,11 +344,6 @@ class MegatronModule(pl.LightningModule):
         Raises:
             ConfigError: If it does not.
         """
-        if strategy.root_device.type == "cpu":
-            rank_zero_info(
-                "offload_optimizer: on a CPU the optimizer's state is in host memory anyway; it passes buffers as on a "
-                "GPU, to the same results, and saves no memory"
-            )
         if self.model_provider is not None:
             return
         ranks = strategy.num_processes
@@ -519,6 +520,11 @@ class MegatronModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build Megatron's optimizer and the learning-rate schedule, stepped after every optimizer step."""
+        if self.megatron.offload_optimizer and self.megatron.root_device.type == "cpu":
+            rank_zero_info(
+                "offload_optimizer: on a CPU the optimizer's state is in host memory anyway; it passes buffers as on a "
+                "GPU, to the same results, and saves no memory"
+            )
         optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
         scheduler = MegatronLRScheduler(optimizer, **self._schedule_settings())
         return {
@@ -1088,7 +1094,7 @@ def _weights_directory(model: Any) -> Path:
     """
     is_path = isinstance(model, (str, Path))
     if not is_path or not Path(model).is_dir():
-        given = repr(model) if is_path else f"a {type(model).__name__}"
+        given = repr(model) if is_path else type_of(model)
         raise ConfigError(
             f"pretrained=True needs a model directory with weights, and model is {given}; give its path"
         )

@@ -89,6 +89,7 @@ def check_clipping(clip_val: float | None, algorithm: str | None) -> None:
     """
     require_number("gradient_clip_val", clip_val or 0)
     if clip_val and algorithm not in (None, "norm"):
+        name = getattr(algorithm, "value", algorithm)  # Lightning's is an enum
         raise ConfigError(
-            f"gradient_clip_algorithm={str(algorithm)!r} is not supported: Megatron clips by norm; use 'norm'"
+            f"gradient_clip_algorithm={name!r} is not supported: Megatron clips by norm; use 'norm'"
         )

@@ -313,7 +313,7 @@ def _checkpoint_info(path: Path) -> CheckpointInfo:
 
 def _foreign_kind(path: Path) -> str | None:
     if (path / "config.json").is_file():
-        return "a model of Hugging Face"
+        return "a model of Hugging Face, which MegatronModule(model=, pretrained=True) loads"
     if (path / "weights" / BACKENDS).is_file():
         return "a checkpoint of NeMo 2"
     # One of ours that lost its meta.pt is damaged.

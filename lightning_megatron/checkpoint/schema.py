@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from packaging.version import InvalidVersion, Version
 
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError, type_of
 
 _NUMBER = (int, float)
 _OPTIONAL_TEXT = (str, type(None))
@@ -218,7 +218,7 @@ def _damaged(
 ) -> CheckpointError:
     got = repr(value)[:50]
     if isinstance(value, (Mapping, list, torch.Tensor)):
-        got = f"a {type(value).__name__}"
+        got = type_of(value)
     return CheckpointError(
         f"checkpoint {path} is damaged: expected {expected} for {name} in {where}, got {got}; use another"
     )

@@ -23,7 +23,7 @@ import yaml
 
 from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import ConfigError, require_divides
+from lightning_megatron.errors import ConfigError, require_divides, type_of
 from lightning_megatron.foreign_names import ForeignName, foreign_names, suggest_option
 from lightning_megatron.models.layout import check_layout
 from lightning_megatron.storage.failures import failures_as_errors
@@ -428,7 +428,7 @@ def _import_accelerate(path: Path) -> tuple[Settings, dict[str, str]]:
                 ignored.setdefault(reason, []).append(key)
         elif isinstance(value, (dict, list)) and row.value != "ints":
             raise ConfigError(
-                f"{path}: {key}: expected one value, got a {type(value).__name__}; correct it"
+                f"{path}: {key}: expected one value, got {type_of(value)}; correct it"
             )
         elif row.value.startswith("="):
             expected = row.value[1:]
@@ -537,7 +537,6 @@ def _read_flat(path: Path) -> dict[str, Any]:
 
 def _check_mapping(name: object, part: object) -> None:
     if not isinstance(part, dict):
-        kind = type(part).__name__
         raise ConfigError(
-            f"{name}: expected keys and values, got a {kind}; run accelerate config again"
+            f"{name}: expected keys and values, got {type_of(part)}; run accelerate config again"
         )

@@ -150,6 +150,7 @@ class LoRA:
         Raises:
             ConfigError: If a rank is not a positive integer, another value is out of range, or there is no target.
         """
+        object.__setattr__(self, "ranks", dict(self.ranks))
         for name, rank in {"lora rank": self.rank, **_named_ranks(self.ranks)}.items():
             require_kind(name, rank, "int")
             require_number(name, rank, at_least=1, at_most=2**16)
@@ -174,7 +175,6 @@ class LoRA:
         if not isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "target_parameters", tuple(self.target_parameters))
-        object.__setattr__(self, "ranks", dict(self.ranks))
 
 
 def _named_ranks(ranks: Mapping[str, int]) -> dict[str, int]:
@@ -422,6 +422,8 @@ class AdapterSource(HuggingFaceSource):
                     "computes; use an adapter of plain LoRA"
                 )
         files = SeparateExpertAdapters(WeightFiles(self.stored), model, self._config)
+        if model.experts is None:
+            self._check_no_experts(files.adapted.values(), model)
         targets: dict[str, int] = {}
         parameters: dict[str, int] = {}
         for name, stored in files.tensors.items():
@@ -445,6 +447,19 @@ class AdapterSource(HuggingFaceSource):
             raise
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"adapter {self.path} is damaged: {error}; use another") from None
+
+    def _check_no_experts(self, adapted: Iterable[tuple[str, int]], model: ModelConfig) -> None:
+        """Check that no adapter is one of routed experts, for a model that has none.
+
+        Raises:
+            CheckpointError: If one is.
+        """
+        for module, _ in adapted:
+            if ".experts." in f"{module}.":
+                raise CheckpointError(
+                    f"adapter {self.path}: expected adapters of {model.family}, which has no routed experts, got one "
+                    f"of {module}; give the base that the adapter was trained on"
+                )
 
     def _note_rank(
         self,

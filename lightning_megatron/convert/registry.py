@@ -16,7 +16,13 @@ from lightning_megatron.convert import families
 from lightning_megatron.convert.decoder_rules import head_rules
 from lightning_megatron.convert.family import Family
 from lightning_megatron.convert.rules import Rule, adapter_rules
-from lightning_megatron.errors import CheckpointError, ConfigError, require_choice, require_number
+from lightning_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    require_choice,
+    require_number,
+    type_of,
+)
 from lightning_megatron.models.config import CLASSIFICATION, ModelConfig, ProblemType
 
 if TYPE_CHECKING:
@@ -127,7 +133,7 @@ def register_family(family: Family) -> None:
 
     if not isinstance(family, Family):
         raise ConfigError(
-            f"register_family: expected a Family, got a {type(family).__name__}; give Family(name=..., ...)"
+            f"register_family: expected a Family, got {type_of(family)}; give Family(name=..., ...)"
         )
     if _registered.get(family.name) is family:
         return
@@ -236,7 +242,7 @@ def config_fields(model: HFConfigLike) -> dict[str, Any]:
         fields = model.to_dict()
     else:
         raise ConfigError(
-            f"model is a {type(model).__name__}; give a Hugging Face config object, a dict of one, or the path of a "
+            f"model is {type_of(model)}; give a Hugging Face config object, a dict of one, or the path of a "
             "model directory or a config.json"
         )
     if not isinstance(fields.get("model_type"), str):
@@ -265,7 +271,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(fields, dict):
         raise ConfigError(
-            f"model config {file} holds a {type(fields).__name__}, not an object; correct the file"
+            f"model config {file} holds {type_of(fields)}, not an object; correct the file"
         )
     return fields
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.progress import progress
-from lightning_megatron.errors import DataError
+from lightning_megatron.errors import DataError, type_of
 
 _ALIGNMENT = 16
 """Alignment in bytes of each tensor in the buffer, enough for every dtype."""
@@ -33,13 +33,11 @@ def check_batch(batch: Any) -> dict[str, Tensor]:
         DataError: If it is anything else.
     """
     if not isinstance(batch, Mapping) or not batch:
-        raise DataError(
-            f"a batch is a {type(batch).__name__}; the DataLoader must yield dicts of tensors"
-        )
+        raise DataError(f"a batch is {type_of(batch)}; the DataLoader must yield dicts of tensors")
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise DataError(
-                f"batch[{name!r}]: expected a tensor with a row per sample, got a {type(value).__name__}"
+                f"batch[{name!r}]: expected a tensor with a row per sample, got {type_of(value)}"
             )
     rows = {name: value.shape[0] for name, value in batch.items()}
     if len(set(rows.values())) > 1:

@@ -21,7 +21,7 @@ from lightning_megatron.data.input_files import find_files, format_of
 from lightning_megatron.data.json_lines import cut_lines
 from lightning_megatron.data.pieces import Piece, document_limit
 from lightning_megatron.data.tables import cut_rows
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, type_of
 
 _LARGEST_CHUNK = 1 << 20
 _SMALLEST_CHUNK = 1 << 12
@@ -240,7 +240,7 @@ class HuggingFaceCorpus:
         is_stream = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         if not is_stream or type(dataset).__module__.partition(".")[0] != "datasets":
             raise ConfigError(
-                f"dataset: expected a datasets.IterableDataset, got a {type(dataset).__name__}; give a Dataset's "
+                f"dataset: expected a datasets.IterableDataset, got {type_of(dataset)}; give a Dataset's "
                 "to_iterable_dataset(), or load_dataset(..., streaming=True)['train']"
             )
         self.dataset = dataset

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_megatron.data.loader import TrainLoader
 from lightning_megatron.data.stream_loader import StreamLoader
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, type_of
 
 RESTARTS = (
     "The checkpoint has a position in a map-style dataset or in a stream, and train_dataloaders is now the other: the"
@@ -204,7 +204,7 @@ class OneShotIterator:
         if self._at_start:
             raise DataError(
                 "train_dataloaders: expected a loader for several passes, as training continues after the last batch, "
-                f"got a {type(self._batches).__name__}; give a DataLoader, or set max_epochs=1"
+                f"got {type_of(self._batches)}; give a DataLoader, or set max_epochs=1"
             )
         raise StopIteration
 

@@ -14,7 +14,7 @@ from lightning_megatron.data.broadcast import check_batch
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.splits import SplitName
 from lightning_megatron.datamodules.base import MegatronDataModule
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, type_of
 from lightning_megatron.foreign_names import checks_options
 
 
@@ -152,7 +152,7 @@ class DatasetSamples:
                 if isinstance(item, Mapping):
                     has = ", ".join(map(repr, item))
                 raise DataError(
-                    f"item {index} of the dataset is a {type(item).__name__} with {has}; give dicts that all have the"
+                    f"item {index} of the dataset is {type_of(item)} with {has}; give dicts that all have the"
                     " keys that the train step takes (input_ids, labels, ...), or a collate function that makes one"
                 )
         return {key: _stack(key, [item[key] for item in items], indices) for key in items[0]}

@@ -40,7 +40,7 @@ class LRSchedule:
             from the Trainer's ``max_steps`` or ``max_epochs``. Set it if a run is trained in parts with a growing
             ``max_steps``, which would stretch the curve otherwise.
         wsd_decay_steps: Optimizer steps of WSD's final decay; required for WSD, refused elsewhere.
-        wsd_decay_style: Shape of WSD's final decay.
+        wsd_decay_style: Shape of WSD's final decay; refused elsewhere.
         start_weight_decay: Weight decay at the first step of a ramp; None: the optimizer's ``weight_decay``.
         end_weight_decay: Weight decay at the run's last step and afterwards, for a ramp; None: the optimizer's
             ``weight_decay``.
@@ -95,6 +95,10 @@ class LRSchedule:
         if self.style != "WSD" and self.wsd_decay_steps is not None:
             raise ConfigError(
                 f"wsd_decay_steps={self.wsd_decay_steps} has no effect on style={self.style!r}; omit it"
+            )
+        if self.style != "WSD" and self.wsd_decay_style != "exponential":
+            raise ConfigError(
+                f"wsd_decay_style={self.wsd_decay_style!r} has no effect on style={self.style!r}; omit it"
             )
         start = self.start_weight_decay
         end = self.end_weight_decay

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.engine.overrides import Overrides
 from lightning_megatron.engine.parallel import ParallelConfig
-from lightning_megatron.errors import require_choice, require_number
+from lightning_megatron.errors import ConfigError, require_choice, require_number
 
 Recipe = Literal["tensorwise"]
 """How linears are scaled to fp8; see ``ops/fp8.py``."""
@@ -36,6 +36,11 @@ class Recompute:
             require_choice("recompute", self.granularity, ("selective", "full"))
         require_choice("recompute_method", self.method, ("uniform", "block"))
         require_number("recompute_num_layers", self.num_layers, at_least=1)
+        if self.granularity != "full" and (self.method, self.num_layers) != ("uniform", 1):
+            raise ConfigError(
+                f"recompute_method={self.method!r}, recompute_num_layers={self.num_layers}: expected recompute='full', "
+                f"whose options they are, got {self.granularity!r}; leave them out, or set recompute='full'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

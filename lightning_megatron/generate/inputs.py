@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.errors import ConfigError, DataError, type_of
 from lightning_megatron.models.config import ModelConfig
 from lightning_megatron.steps import bert, t5
 from lightning_megatron.steps.base import Batch
@@ -153,4 +153,4 @@ def read_rows(
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    return type_of(value)

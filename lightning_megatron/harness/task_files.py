@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, type_of
 from lightning_megatron.storage.yaml_limits import load_yaml
 
 _SUFFIXES = (".yaml", ".yml")
@@ -107,9 +107,7 @@ def _read(path: Path, functions: list[_Function], above: tuple[Path, ...]) -> di
         reason = " ".join(str(error).split())
         raise ConfigError(f"task {path} cannot be read as YAML: {reason}; correct it") from None
     if not isinstance(config, dict):
-        raise ConfigError(
-            f"task {path}: expected a mapping, got a {type(config).__name__}; correct it"
-        )
+        raise ConfigError(f"task {path}: expected a mapping, got {type_of(config)}; correct it")
     includes = config.pop("include", [])
     merged: dict[str, Any] = {}
     for include in [includes] if isinstance(includes, str) else includes:

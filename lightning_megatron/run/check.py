@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, callbacks
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number
+from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number, type_of
 from lightning_megatron.precision import check_clipping
 
 if TYPE_CHECKING:
@@ -102,9 +102,8 @@ def check_loaders(arguments: Mapping[str, Any]) -> None:
     """
     datamodule = arguments.get("datamodule")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
-        kind = type(datamodule).__name__
         raise ConfigError(
-            f"datamodule: expected a LightningDataModule, got a {kind}; pass loaders as train_dataloaders"
+            f"datamodule: expected a LightningDataModule, got {type_of(datamodule)}; pass loaders as train_dataloaders"
         )
     for name in ("train_dataloaders", "val_dataloaders", "dataloaders"):
         value = arguments.get(name)
@@ -115,7 +114,7 @@ def check_loaders(arguments: Mapping[str, Any]) -> None:
             loaders = list(value[:1])  # the first item of a dataset is enough
         for loader in loaders:
             if loader is not None and not _yields_batches(loader):
-                what = f"a {type(value).__name__}"
+                what = type_of(value)
                 if value is not loader:
                     what += f" of {type(loader).__name__}"
                 fix = "give DataLoader(dataset, batch_size=...), or datamodule=DatasetDataModule(train=dataset)"

@@ -278,6 +278,14 @@ def test_adapters_of_experts_in_both_forms_are_refused(tmp_path: Path) -> None:
         AdapterSource(tmp_path / "initial").lora(model_config(tmp_path / "base"))
 
 
+def test_adapter_of_experts_is_refused_for_a_model_without_them(qwen: Path) -> None:
+    dense = model_config({"model_type": "llama"})
+    with pytest.raises(
+        CheckpointError, match=r"of llama, which has no routed experts, got one of .*experts"
+    ):
+        AdapterSource(qwen / "initial").lora(dense)
+
+
 def test_adapter_of_one_parameter_must_say_which(tmp_path: Path) -> None:
     only_down = {"target_modules": [], "target_parameters": ["experts.down_proj"]}
     run_ranks(save_initial, 1, str(tmp_path), "qwen3_moe", only_down)

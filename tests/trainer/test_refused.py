@@ -135,6 +135,18 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             _override(Run(), "ddp", overlap_grad_reduce=True),
         ),
         (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
+        (
+            "gradient_clip_algorithm='value' is not supported: Megatron clips by norm",
+            Run(trainer={"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}),
+        ),
+        (
+            "recompute_method='block', .*: expected recompute='full', .*, got 'selective'",
+            Run(strategy={"recompute": "selective", "recompute_method": "block"}),
+        ),
+        (
+            "recompute_num_layers=2: expected recompute='full', .*, got None",
+            Run(strategy={"recompute_num_layers": 2}),
+        ),
         ("detect_anomaly=True: expected False.*on_nan=", Run(trainer={"detect_anomaly": True})),
         (
             "val_check_interval=a time: expected steps",

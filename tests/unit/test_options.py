@@ -39,8 +39,8 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "float": (float("inf"), float("nan"), "1e-3", True),
     "str": (5,),
-    "dict": (5, "x"),
-    "Mapping": (5, "x"),
+    "dict": (5, "x", ["x"]),
+    "Mapping": (5, "x", ["x"]),
     "list": (5, "x"),
 }
 """Values that no option of a type accepts."""

@@ -148,6 +148,7 @@ def test_weight_decay_ramps_over_the_run(schedule: LRSchedule, expected: list[fl
     ({"style": "square"}, 30, r"style='square' is unknown; choose from constant, linear, cosine"),
     ({"warmup_steps": 5, "warmup_fraction": 0.1}, 30, r"warmup_steps=5 and warmup_fraction=0.1 .*leave one out"),
     ({"style": "cosine", "wsd_decay_steps": 5}, 30, r"wsd_decay_steps=5 has no effect on style='cosine'"),
+    ({"style": "linear", "wsd_decay_style": "cosine"}, 30, r"wsd_decay_style='cosine' has no effect on style='linear'"),
     ({"style": "linear"}, -1, "style='linear' needs the number of steps; set max_steps"),
     ({"warmup_steps": 30}, 30, r"warmup_steps=30 must be less than trainer.max_steps=30"),
     ({"style": "cosine", "min_lr": 0.5}, 30, r"min_lr=0.5 is above the peak lr=0.1"),
