@@ -7,8 +7,10 @@ nothing, and the table is rebuilt from what they keep.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,9 @@ def read_table(path: Path) -> Any:
     """Read the table of contents of a distributed checkpoint: a ``torch.distributed.checkpoint.metadata.Metadata``.
 
     Raises:
-        CheckpointError: If it names anything but the classes of such a table, points outside the checkpoint, or cannot
-            be read.
+        CheckpointError: If it names anything but the classes of such a table, points outside the checkpoint, has two
+            chunks with the same values, or cannot be read. Readers count the values of chunks, and would take the
+            second copy for values that are in no file.
     """
     try:
         content = io.BytesIO((path / TABLE).read_bytes())
@@ -63,6 +66,9 @@ def read_table(path: Path) -> Any:
                 raise CheckpointError(f"it points outside itself, to {location.relative_path!r}")
             if location.transform_descriptors:  # torch would decompress it, to whatever size
                 raise CheckpointError(f"it has a compressed entry in {location.relative_path}")
+        for name, entry in entries.items():
+            if isinstance(entry, metadata.TensorStorageMetadata) and not are_disjoint(entry.chunks):
+                raise CheckpointError(f"it has some values of {name!r} twice")
         # All that readers need.
         return metadata.Metadata(state_dict_metadata=entries, storage_data=locations)
     except CheckpointError as error:
@@ -112,6 +118,47 @@ def _rebuild_new(node: Any, rebuilt: dict[int, Any]) -> Any:
     if name == "TensorProperties":
         return metadata.TensorProperties(dtype=node.state[0])
     return _TABLE_CLASSES[name](**_rebuild(node.state or {}, rebuilt))
+
+
+def are_disjoint(chunks: Sequence[metadata.ChunkStorageMetadata]) -> bool:
+    """Whether no two chunks of a tensor have a value in common.
+
+    They are split where no chunk lies on both sides, along one axis after another: n log n for any layout of ranks.
+
+    Args:
+        chunks: The chunks; of what cannot be split, such as a spiral, all pairs are compared.
+    """
+    filled = [chunk for chunk in chunks if all(chunk.sizes)]
+    if len(filled) < 2:
+        return True
+    for axis in range(len(filled[0].sizes)):
+        parts = _split(filled, axis)
+        if len(parts) > 1:
+            return all(map(are_disjoint, parts))
+    return not any(itertools.starmap(_overlap, itertools.combinations(filled, 2)))
+
+
+def _split(
+    chunks: Sequence[metadata.ChunkStorageMetadata], axis: int
+) -> list[list[metadata.ChunkStorageMetadata]]:
+    """Chunks in groups, none of which reaches into another one along ``axis``."""
+    parts: list[list[metadata.ChunkStorageMetadata]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[axis]):
+        start = chunk.offsets[axis]
+        if not parts or start >= end:
+            parts.append([])
+        parts[-1].append(chunk)
+        end = max(end, start + chunk.sizes[axis])
+    return parts
+
+
+def _overlap(one: metadata.ChunkStorageMetadata, other: metadata.ChunkStorageMetadata) -> bool:
+    boxes = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in boxes
+    )
 
 
 class _CheckedReads:

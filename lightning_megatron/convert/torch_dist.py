@@ -167,7 +167,12 @@ class DistributedSource(Source):
             for index in itertools.product(*map(range, stored.shape[:axes])):
                 indices = index if layer is None else (layer, *index)
                 dtype = self.stored[self._averages.get(entry, entry)].dtype
-                found[Key(name, *indices)] = Stored(shape, dtype, (entry, index))
+                key = Key(name, *indices)
+                if key in found:
+                    raise CheckpointError(
+                        f"checkpoint {self.path} has two tensors that are {key}, the second one in {entry}; use another"
+                    )
+                found[key] = Stored(shape, dtype, (entry, index))
         if self._is_hybrid:
             found = with_paired_layers(found, self.path)
         self._found = found

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.table import read_table
+from lightning_megatron.checkpoint.table import are_disjoint, read_table
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage import checksums
 from lightning_megatron.storage.checksums import CHECKSUMS, verify_checksums
@@ -106,6 +106,26 @@ def test_pickle_opcodes_of_a_table_run_no_code(
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + instructions + b".")
     with pytest.raises(CheckpointError, match=message):
         read_table(tmp_path)
+
+
+def test_chunks_are_disjoint_if_no_value_is_in_two() -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    generator = torch.Generator().manual_seed(1)
+    found = {True: 0, False: 0}
+    for _ in range(300):
+        starts = torch.randint(0, 5, (4, 3), generator=generator)
+        sizes = torch.randint(0, 4, (4, 3), generator=generator)
+        counts = torch.zeros(9, 9, 9)
+        chunks = []
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            box = tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))
+            counts[box] += 1
+            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(size)))
+        is_disjoint = bool((counts <= 1).all())
+        found[is_disjoint] += 1
+        assert are_disjoint(chunks) is is_disjoint
+    assert min(found.values()) > 20
 
 
 def test_table_with_enumerations_of_any_python_is_read(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.errors import CheckpointError
@@ -152,6 +153,16 @@ def _point_outside(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(table))
 
 
+def _half_twice(folder: Path) -> None:
+    """As many values as the tensor has, half of them twice and the others never."""
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    entry = table.state_dict_metadata["embedding.word_embeddings.weight"]
+    rows, columns = entry.size
+    half = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((rows, columns // 2)))
+    entry.chunks = [half, half]
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+
+
 class _RunsCode:
     def __reduce__(self) -> Any:
         return (print, ("run",))
@@ -171,6 +182,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _file(f).write_bytes(b"x" * 64 + _file(f).read_bytes()[:-64]),
         "is damaged",
     ),
+    "half twice": (_half_twice, "has some values of 'embedding.word_embeddings.weight' twice"),
     "outside": (_point_outside, "outside itself"),
     "hostile table": (
         lambda f: (f / ".metadata").write_bytes(pickle.dumps(_RunsCode())),
@@ -194,6 +206,15 @@ def test_damaged_or_hostile_checkpoint_is_refused(
         converted(path, tmp_path / "hf", config=source / "config.json")
     assert "run" not in capsys.readouterr().out
     assert not (tmp_path / "hf").exists()
+
+
+def test_two_tensors_that_are_one_of_the_model_are_refused(tmp_path: Path, source: Path) -> None:
+    tensors = stacked(source)
+    name = "decoder.final_layernorm.weight"
+    tensors[f"module.{name}"] = tensors[name] + 1
+    path = write_distributed(tmp_path / "core", tensors)
+    with pytest.raises(CheckpointError, match=f"has two tensors that are {name}"):
+        converted(path, tmp_path / "hf", config=source / "config.json")
 
 
 def _change_meta(path: Path, **changes: Any) -> None:
