@@ -86,7 +86,7 @@ def as_plain_data(value: Any) -> Any:
 
 _T5_SEQ_LENGTH = 512
 """Sequence length of T5's pre-training, as the argument must have a value; relative positions have no limit."""
-_SHARED_NAMES = (
+SHARED_NAMES = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -114,9 +114,35 @@ _SHARED_NAMES = (
 _FALSE = (
     "apply_residual_connection_post_layernorm",
     "onnx_safe",
-    "squared_relu",
     "use_distributed_optimizer",
 )
+WITHOUT_ARGUMENT = (
+    "norm_bias",
+    "pre_norms",
+    "post_norms",
+    "qk_layernorm_of_all_heads",
+    "qk_layernorm_after_rotary",
+    "embedding_layernorm",
+    "parallel_attention",
+    "rotary_base_of_windows",
+    "no_rope_layers",
+    "position_offset",
+    "query_scaling_beta",
+    "softmax_scale",
+    "attention_sinks",
+    "attention_softcap",
+    "logits_softcap",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_multiplier",
+    "scale_decoder_outputs",
+)
+"""Fields of ``ModelConfig`` that change what a model computes, and that no argument says."""
+_ACTIVATIONS = {
+    False: ("gelu", "gelu_tanh", "relu_squared"),
+    True: ("silu",),
+}
+"""Activations that arguments say, of MLPs without gate and with one."""
 
 
 def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
@@ -131,6 +157,33 @@ def _long_context_arguments(model: ModelConfig) -> dict[str, Any]:
     if model.sliding_window is not None and model.sliding_window_layers is None:
         arguments["window_size"] = (model.sliding_window - 1, 0)
     return arguments
+
+
+def fields_without_argument(model: ModelConfig) -> list[str]:
+    """Fields that change what a model computes, and whose values the arguments cannot say, with these values.
+
+    Megatron-LM computes another model from such weights; this package has the config that is stored with them.
+    """
+    found = {
+        name: getattr(model, name)
+        for name in WITHOUT_ARGUMENT
+        if getattr(model, name) != ModelConfig.__dataclass_fields__[name].default
+    }
+    long_context = _long_context_arguments(model)
+    if model.position_embedding_type == "alibi":
+        found["position_embedding_type"] = "alibi"
+    if model.rope_scaling is not None and not long_context.keys() - {"window_size"}:
+        found["rope_scaling"] = model.rope_scaling.rope_type
+    if model.sliding_window is not None and "window_size" not in long_context:
+        found["sliding_window_layers"] = model.sliding_window_layers
+    if model.activation not in _ACTIVATIONS[model.gated_linear_unit]:
+        found["activation"] = model.activation
+    has_bias = model.add_bias_linear
+    if model.add_attention_output_bias not in (None, has_bias):
+        found["add_attention_output_bias"] = model.add_attention_output_bias
+    if has_bias and not model.add_qkv_bias:
+        found["add_qkv_bias"] = False
+    return [f"{name}={value}" for name, value in found.items()]
 
 
 def megatron_arguments(
@@ -159,7 +212,7 @@ def megatron_arguments(
         layers_per_chunk = model.num_layers // (layout.pp * layout.vpp)
     config = config_for_task(hf_config, model)
     return Namespace(
-        **{name: getattr(model, name) for name in _SHARED_NAMES},
+        **{name: getattr(model, name) for name in SHARED_NAMES},
         **dict.fromkeys(_FALSE, False),
         **_long_context_arguments(model),
         max_position_embeddings=seq_length,
@@ -177,6 +230,7 @@ def megatron_arguments(
         bert_binary_head=model.task == "pretraining",
         swiglu=model.gated_linear_unit and model.activation == "silu",
         bias_gelu_fusion=is_fused,
+        squared_relu=model.activation == "relu_squared",
         openai_gelu=is_tanh and not is_fused,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -9,6 +9,7 @@ the chunks p, p + pp, p + 2 pp, ... An encoder-decoder is split between its stac
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.convert.megatron_arguments import (
+    fields_without_argument,
     megatron_arguments,
 )
 from lightning_megatron.convert.megatron_lm_files import MODEL_FILES, TRACKER_FILE, rank_folder
@@ -37,6 +39,8 @@ from lightning_megatron.storage.failures import failures_as_errors
 
 _RELEASE = "release"
 _VERSION = 3.0
+
+_log = logging.getLogger(__name__)
 
 Layers = Mapping[str, range]
 """Layers of each stack (``encoder``, ``decoder``) in a model chunk, by global index in the stack."""
@@ -68,6 +72,13 @@ def save_megatron_lm(
         CheckpointError: If a file cannot be written.
     """
     split, more = split_layers(model, layout)
+    others = fields_without_argument(model)
+    if others and rank in (None, (0, 0)):
+        _log.warning(
+            "Megatron-LM computes another model from these weights: it has no arguments for %s; this package reads "
+            "them as they are",
+            ", ".join(others),
+        )
     shards: dict[Key, list[Shard]] = {}
     local = shards_of(chunks, model)
     for shard in local:

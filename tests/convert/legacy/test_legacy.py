@@ -19,7 +19,14 @@ from torch import Tensor
 
 from lightning_megatron.convert import inferred_model
 from lightning_megatron.convert.formats import find_source, open_source
+from lightning_megatron.convert.megatron_arguments import (
+    SHARED_NAMES,
+    WITHOUT_ARGUMENT,
+    fields_without_argument,
+)
+from lightning_megatron.convert.registry import model_config
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.models.config import ModelConfig
 from tests.convert.directories import converted, tensors_in, tiny_bert, tiny_gpt2, tiny_llama
 from tests.convert.legacy.layouts import (
     FIRST_RELEASES,
@@ -36,7 +43,7 @@ from tests.convert.legacy.layouts import (
     write,
 )
 from tests.convert.weights import Weights, assert_same_weights, weights_of
-from tests.families.test_gpts import gpt_model
+from tests.families.test_gpts import CONFIGS, gpt_model
 from tests.parity.comparison import assert_same
 
 LAYERS = 4
@@ -663,3 +670,80 @@ def test_llama_round_trips_through_files_of_a_distributed_optimizer(tmp_path: Pa
         (own / "optim.pt").touch()
         file.rename(file.with_name("model_rng.pt"))
     assert_same(tensors_in(converted(tmp_path / "legacy", tmp_path / "back")), expected)
+
+
+_SAID = {
+    "llama": "",
+    "llama tied, biased": "",
+    "gpt2": "",
+    "mistral": "",
+    "qwen2": "",
+    "qwen3": "",
+    "nemotron": "",
+    "stablelm": "",
+    "qwen2 windows in later layers": "sliding_window_layers",
+    "bloom": "embedding_layernorm position_embedding_type",
+    "opt": "position_offset activation",
+    "gemma": "embedding_multiplier activation",
+    "granite": "softmax_scale embedding_multiplier residual_multiplier logits_multiplier",
+    "cohere": "norm_bias parallel_attention logits_multiplier",
+    "smollm3": "no_rope_layers",
+    "olmo2": "pre_norms post_norms qk_layernorm_of_all_heads",
+    "hunyuan_v1_dense": "qk_layernorm_after_rotary",
+    "ministral3": "query_scaling_beta rope_scaling",
+    "apertus": "rope_scaling activation",
+}
+"""Fields that Megatron-LM has no arguments for, by the names of tiny models."""
+
+
+@pytest.mark.parametrize("name", _SAID)
+def test_what_megatron_lm_has_no_arguments_for_is_said(name: str) -> None:
+    found = fields_without_argument(model_config(CONFIGS[name]))
+    assert [each.partition("=")[0] for each in found] == _SAID[name].split()
+
+
+_OF_TRAINING = {
+    "classifier_dropout",
+    "embedding_dropout",
+    "attention_output_dropout",
+    "activation_dropout",
+    "scaled_residual_init",
+    "lora",
+    "lora_dropout",
+}
+_REFUSED_OR_DERIVED = {
+    "latent_attention",
+    "linear_attention",
+    "attention_output_gate",
+    "experts",
+    "query_scaling_length",
+    "parallel_attention_norms",
+    "alibi_scaled",
+}
+_OTHERWISE = {
+    "family",
+    "architecture",
+    "task",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_decoder_layers",
+    "share_embeddings_and_output_weights",
+    "zero_centered_norms",
+    "gated_linear_unit",
+    "activation",
+    "add_attention_output_bias",
+    "rope_scaling",
+    "sliding_window",
+    "sliding_window_layers",
+    "num_labels",
+    "problem_type",
+    "classifier_bias",
+    "decoder_start_token_id",
+    "pad_token_id",
+}
+"""Fields with an argument of another name, or that say what a head or a batch is like."""
+
+
+def test_every_field_of_a_model_has_an_argument_or_none_on_purpose() -> None:
+    known = {*SHARED_NAMES, *WITHOUT_ARGUMENT, *_OF_TRAINING, *_REFUSED_OR_DERIVED, *_OTHERWISE}
+    assert known == set(ModelConfig.__dataclass_fields__)
