@@ -39,6 +39,7 @@ from lightning_megatron.data.stateful import (
     divides_among_ranks,
     is_stream,
     reads_everything,
+    restarts_workers,
     why_loader_is_not_exact,
 )
 from lightning_megatron.data.stream_loader import Replicas, StreamLoader
@@ -616,6 +617,11 @@ class MegatronStrategy(DDPStrategy):
             rank_zero_warn(
                 "train_dataloaders: this run cannot resume exactly, and a resumed one repeats or leaves out rows of a"
                 f" {reason}"
+            )
+        if restarts_workers(loader):
+            rank_zero_warn(
+                "train_dataloaders: expected persistent_workers=False, got True; workers are started anew in each"
+                " epoch, each with a copy of the dataset as it is in the main process"
             )
         dp = self.topology.dp
         if dp > 1 and reads_everything(loader):

@@ -35,6 +35,8 @@ class EMA(Callback):
     Each rank keeps 4 bytes for each parameter whose optimizer state it holds, and during an evaluation also a copy of
     its weights (2 bytes a parameter with ``bf16-mixed``, 4 with ``32-true``). Checkpoints, also those with
     ``save_weights_only=True``, hold the weights and the average, whenever they are saved. They resume at any layout.
+    Give it before callbacks of your own that save or evaluate in ``on_train_batch_end``, where it updates the average;
+    ``ModelCheckpoint`` comes last in any case.
     """
 
     def __init__(

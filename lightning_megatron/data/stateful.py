@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -76,6 +77,12 @@ def _has_shuffle_buffer(examples: Any) -> bool:
         return True
     parts = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", [])]
     return any(_has_shuffle_buffer(part) for part in parts)
+
+
+def restarts_workers(loader: Any) -> bool:
+    """Whether worker processes that a user's ``DataLoader`` keeps for all epochs are started in each epoch here."""
+    is_ours = isinstance(loader, DataLoader) and not has_state(loader) and has_state(loader.dataset)
+    return is_ours and loader.persistent_workers
 
 
 class StatefulLoader(StreamLoader):
@@ -214,8 +221,9 @@ class _OpenWorkers(_OpenLoader):
         dataset = _BatchesWithState(loader, self._states, self._last_worker)
         options: dict[str, Any] = {}
         if loader.num_workers > 0:
-            names = ("prefetch_factor", "multiprocessing_context", "worker_init_fn")
+            names = ("prefetch_factor", "multiprocessing_context")
             options = {name: getattr(loader, name) for name in names}
+            options["worker_init_fn"] = partial(_begin_worker, loader.worker_init_fn)
         with_state: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=None,
@@ -269,6 +277,11 @@ class _BatchesWithState(IterableDataset[dict[str, Any]]):
         self._states = dict(workers)
         self._last_worker = last_worker
 
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset in this process."""
+        return self._dataset
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         worker = 0
@@ -295,6 +308,15 @@ class _BatchesWithState(IterableDataset[dict[str, Any]]):
                 rows = []
         if rows and not self._drop_last:
             yield rows
+
+
+def _begin_worker(user_function: Callable[[int], None] | None, worker: int) -> None:
+    """Call the user's ``worker_init_fn``: what it finds in ``get_worker_info().dataset``, and may change, is theirs."""
+    info: Any = get_worker_info()
+    # It refuses to be changed (torch 2.13, utils/data/_utils/worker.py:WorkerInfo).
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if user_function is not None:
+        user_function(worker)
 
 
 def _unchanged(item: Any) -> Any:

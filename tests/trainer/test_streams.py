@@ -30,16 +30,15 @@ class _Numbers(IterableDataset[dict[str, Tensor]]):
         self.num_rows = num_rows
         self.rank = rank
         self.num_ranks = num_ranks
+        self.worker = 0
+        self.num_workers = 1
 
     def _first(self) -> int:
         return 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        num_workers = 1 if info is None else info.num_workers
-        step = self.num_ranks * num_workers
-        begin = self.rank + worker * self.num_ranks
+        step = self.num_ranks * self.num_workers
+        begin = self.rank + self.worker * self.num_ranks
         for place, number in enumerate(range(begin, self.num_rows, step)):
             if place >= self._first():
                 self.done(place + 1)
@@ -74,6 +73,14 @@ class _NumbersWithState(_Numbers):
         self._begin = state["place"]
 
 
+def _share_rows(worker: int) -> None:
+    """Give a worker its part, as torch's documentation of ``IterableDataset`` does."""
+    info = get_worker_info()
+    if isinstance(info.dataset, _Numbers):
+        info.dataset.worker = worker
+        info.dataset.num_workers = info.num_workers
+
+
 def _row(number: int) -> dict[str, Tensor]:
     return {"input_ids": (number + torch.arange(SEQ_LENGTH)) % 100}
 
@@ -101,7 +108,9 @@ def _loader(
     loader: Any = DataLoader
     if kind == "torchdata":
         loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    options = {"multiprocessing_context": "fork"} if workers else {}
+    options: dict[str, Any] = {}
+    if workers:
+        options = {"multiprocessing_context": "fork", "worker_init_fn": _share_rows}
     return loader(dataset, batch_size=2, num_workers=workers, **options)
 
 
@@ -237,14 +246,22 @@ def _whole_streams(run: Run) -> list[str]:
     stream = datasets.Dataset.from_list([_row(0), _row(1)]).to_iterable_dataset()
     stream = stream.shuffle(seed=1, buffer_size=2).with_format("torch")
     with recorded_warnings("train_dataloaders: ") as messages:
-        fit(run.but(loader=lambda dp: DataLoader(stream, batch_size=2)))
+        loader = DataLoader(
+            stream,
+            batch_size=2,
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+        fit(run.but(loader=lambda dp: loader))
     return messages
 
 
 def test_hugging_face_streams_that_repeat_rows_are_reported() -> None:
     pytest.importorskip("datasets")
     run = RUN.but(trainer={"max_epochs": 1})
-    (shuffled, whole), others = run_ranks(_whole_streams, 2, run)
+    (shuffled, restarted, whole), others = run_ranks(_whole_streams, 2, run)
+    assert "workers are started anew in each epoch" in restarted
     assert "IterableDataset: its state_dict lacks the content of its shuffle buffer" in shuffled
     assert "each of the 2 data-parallel replicas reads the whole stream" in whole
     assert others == []
