@@ -75,7 +75,7 @@ class _NumbersWithState(_Numbers):
 
 def _share_rows(worker: int) -> None:
     """Give a worker its part, as torch's documentation of ``IterableDataset`` does."""
-    info = get_worker_info()
+    info: Any = get_worker_info()
     if isinstance(info.dataset, _Numbers):
         info.dataset.worker = worker
         info.dataset.num_workers = info.num_workers
