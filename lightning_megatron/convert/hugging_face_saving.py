@@ -169,11 +169,14 @@ def staged_directory(path: Path) -> Iterator[Path]:
     # The engine's import takes seconds.
     from lightning_megatron.engine.collectives import raise_on_all_ranks
 
+    last: tuple[str, ...] = ()
     if path.is_dir():
         parent = path
         name = "model"
         folder = parent / f".{name}{PARTIAL}"
+        last = (WEIGHTS_FILE, INDEX_FILE)
     else:
+        # The parent may be a model of its own, whose files stay.
         parent = path.parent
         name = path.name
         folder = parent / f".{name}{PARTIAL}" / name
@@ -184,7 +187,7 @@ def staged_directory(path: Path) -> Iterator[Path]:
             raise CheckpointError(
                 f"{path} is a file; give the name of a directory to save the model in"
             )
-        with staged(parent, name, last=(WEIGHTS_FILE, INDEX_FILE), error=CheckpointError):
+        with staged(parent, name, last=last, error=CheckpointError):
             folder.mkdir(exist_ok=True)
             yield
             new = {file.name for file in folder.iterdir()}

@@ -1,11 +1,12 @@
 """Mistakes in options and paths are refused before reading weights; failed conversions leave no files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from lightning_megatron.convert import ConvertOptions
+from lightning_megatron.convert import ConvertOptions, Format
 from lightning_megatron.convert.convert import convert
 from lightning_megatron.convert.formats import open_source
 from lightning_megatron.convert.hugging_face import HuggingFaceSource
@@ -160,3 +161,26 @@ def test_failed_conversion_leaves_no_files(
     with pytest.raises(KeyboardInterrupt):
         convert(_options(source, to=to))
     assert _only_source_exists(source)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded_safetensors"])
+@pytest.mark.parametrize("to", get_args(Format))
+def test_output_below_a_model_directory_leaves_that_model_as_it_is(
+    kind: Literal["safetensors", "sharded_safetensors"], to: Format, tmp_path: Path
+) -> None:
+    """The staging directory of a new directory is beside it, here among the files of the model."""
+    source = tmp_path / "source"
+    save_as(tiny_llama(), source, kind)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    load_path = source
+    base = None
+    if to == "peft":
+        load_path = tmp_path / "adapter"
+        base = str(source)
+        adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"]))
+        adapted.save_pretrained(load_path)
+    target = source / "converted"
+    convert(_options(load_path, save_path=target, to=to, base=base))
+    after = {file.name: file.read_bytes() for file in source.iterdir() if file != target}
+    assert after == before
+    assert any(target.iterdir())
