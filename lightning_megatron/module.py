@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -1115,11 +1116,13 @@ def _compared_with_weights(model: ModelConfig, path: Path) -> ModelConfig:
 def _train_step(given: str | TrainStep | None, model: ModelConfig) -> TrainStep:
     """The train step of a name and the model's task, the given object, or that of the model's architecture.
 
+    Of an object that a module with another model has already, a copy: what it is bound to decides what it computes.
+
     Raises:
         ConfigError: If something else is given, or the name is unknown.
     """
     if isinstance(given, TrainStep):
-        return given
+        return given if getattr(given, "model", model) == model else copy(given)
     if not isinstance(given, (str, NoneType)):
         raise ConfigError(
             f"train_step={given!r}: expected the name or an object of a TrainStep, got a "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron import LoRA, MegatronModule
 from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.models.config import Adapters
 from lightning_megatron.steps import train_step_named
@@ -110,6 +111,17 @@ def test_adapters_provide_the_reference_of_batches_without_one() -> None:
     prepared = step.prepare_batch(batch)
     assert step.frozen_pass(prepared) is not None
     assert step.frozen_pass(step.prepare_batch(dict(BATCH))) is None
+
+
+def test_a_step_of_two_modules_needs_references_in_that_without_adapters() -> None:
+    step = DPOTrainStep()
+    config = {"model_type": "gpt2", "vocab_size": 17, "n_embd": 8, "n_head": 1, "n_layer": 1}
+    module = MegatronModule(config, train_step=step)
+    again = MegatronModule(config, train_step=step)
+    adapted = MegatronModule(config, train_step=step, lora=LoRA(rank=1))
+    assert module.train_step is again.train_step is step
+    modules = (module, again, adapted)
+    assert [each.train_step.needs_references for each in modules] == [True, True, False]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
