@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron.convert import ConvertOptions, Format
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.storage.paths import readable_size
 from lightning_megatron.storage.publish import exit_on_sigterm
 
@@ -63,7 +64,14 @@ def average(
 
     Example:
         lightning-megatron average --load-path runs/a/step=8000.ckpt runs/a/step=9000.ckpt --save-path mean.ckpt
+
+    Raises:
+        ConfigError: If there are not at least two checkpoints, or they cannot be averaged.
     """
+    if len(load_path) < 2:
+        raise ConfigError(
+            f"load_path={load_path[0]}: expected at least two checkpoints, got one; give the others, or use convert"
+        )
     options = ConvertOptions(
         load_path=load_path[0],
         save_path=save_path,

@@ -99,6 +99,7 @@ class CommandParser(argparse.ArgumentParser):
             if action.nargs == 0:
                 message = re.sub(rf"{start}{name}=True\b", flag, message)
             message = re.sub(rf"{start}{name}=(?=\S)", f"{flag} ", message)
+            message = re.sub(rf"\bcorrect {name}$", f"correct {flag}", message)
             if "_" in name:
                 message = re.sub(rf"{start}{name}(?![\w/=]|\.\w)", flag, message)
         return message

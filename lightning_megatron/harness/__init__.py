@@ -84,7 +84,9 @@ def require_lm_eval() -> None:
     try:
         version = importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"lm_eval: expected version {first}, got none; {install}") from None
+        raise ConfigError(
+            f"lm_eval: expected a version from {first} to below {end}, got none; {install}"
+        ) from None
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not _SUPPORTED[0] <= numbers < _SUPPORTED[1]:
         raise ConfigError(

@@ -42,6 +42,8 @@ MISTAKES = {
     "inspect hf --documents 2": "--documents 2 is for datasets, and hf is a checkpoint; leave it out",
     "merge --input corpus_text_document nowhere --output-prefix x": "--input nowhere needs two files, missing: now",
     "merge --input corpus_text_document --output-prefix config.yaml/x": "config.yaml/x cannot be written ([Errno 20] N",
+    "average --load-path hf --save-path sub/x": "--load-path hf: expected at least two checkpoints, got one",
+    f"{_GENERATE} hf --tp 0": "--tp 0 must be at least 1; correct --tp\n",
     f"{_CONVERT} hf --tp 2": "--tp 2 would do nothing with --to hf",
     f"{_CONVERT} megatron --tp 3": "--tp 3 does not divide num_attention_heads=2",
     "convert --load-path hf --save-path /proc/x --to hf": "/proc/x cannot be written",

@@ -45,7 +45,10 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, r"lm_eval: expected version 0.4.12, got none; run `pip install 'lightning-meg"),
+        (
+            None,
+            r"lm_eval: expected a version from 0.4.12 to below 0.5, got none; run `pip install 'lightning-meg",
+        ),
         ("0.4.11", "expected a version from 0.4.12 to below 0.5, got 0.4.11"),
         ("0.5.0", "got 0.5.0"),
         ("0.4.12", None),
