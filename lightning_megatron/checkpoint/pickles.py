@@ -402,7 +402,7 @@ def _safe_globals(known: list[Any]) -> Iterator[None]:
 
 
 def _check_containers(value: Any, max_items: int, max_bytes: float) -> None:
-    """Raise if containers are nested without end, or hold too many items or too large a tensor.
+    """Raise if containers are nested without end, or hold too many items, too large a tensor, or one without values.
 
     Args:
         value: The loaded object.
@@ -423,6 +423,10 @@ def _check_containers(value: Any, max_items: int, max_bytes: float) -> None:
                 stack.append((item, depth + 1))
             elif isinstance(item, (Namespace, SimpleNamespace)):
                 stack.append((vars(item), depth + 1))
+            elif isinstance(item, torch.Tensor) and item.is_meta:
+                raise CheckpointError(
+                    f"it has a tensor of shape {list(item.shape)[:8]} without values, of torch's device meta"
+                )
             elif isinstance(item, torch.Tensor) and item.nbytes > max_bytes:
                 raise CheckpointError(
                     f"it has a tensor of shape {list(item.shape)[:8]} in {max_bytes:,} bytes"

@@ -98,6 +98,7 @@ DAMAGE: dict[str, tuple[str | None, Change, tuple[str, ...]]] = {
     **{f"code, {is_new}": (None, _pickle(lambda folder: {"x": _RunsCode(folder / "it_ran")}, is_new), _CODE_ERROR)
        for is_new in (True, False)},
     "a tensor in two files": ("sharded_safetensors", _tensor_in_two_files, ("one tensor that is 'model.norm.weight'",)),
+    "no values": (None, _pickle(lambda _: {"x": torch.ones(2, 3, device="meta")}), ("shape [2, 3] without values",)),
     "a nested dict": (None, _pickle(lambda _: {"state_dict": {"x": torch.ones(2)}}), ("state_dict()",)),
 }  # fmt: skip
 """Saved format, damage done to it, and parts of the error message."""
