@@ -496,11 +496,12 @@ class ModelConfig:
                 raise ConfigError(
                     f"{name}={value}: expected a probability below 1; correct the model's config"
                 )
-        if not 0 <= self.init_method_std < math.inf:
-            raise ConfigError(
-                f"init_method_std={self.init_method_std}: expected a finite number, at least 0; correct the model's"
-                " config"
-            )
+        for name in ("init_method_std", "layernorm_epsilon", "rotary_base"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"{name}={value}: expected a finite number, at least 0; correct the model's config"
+                )
         require_divides(
             "num_query_groups",
             self.num_query_groups,

@@ -477,6 +477,8 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     }}}),
     ("llama", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
     ("ministral3", "partial_rotary_factor=0.5", _rope("default", partial_rotary_factor=0.5)),
+    ("llama", "layernorm_epsilon=inf: expected a finite number", {"rms_norm_eps": float("inf")}),
+    ("llama", "rotary_base=nan: expected a finite number", _rope("default", rope_theta=float("nan"))),
     ("phi3", "rotary_percent=0.0 = 0 is odd or 0", _rope("default", partial_rotary_factor=0.0)),
     ("ministral3", "llama_4_scaling_beta of rope_parameters: expected a number", _rope("default")),
     ("ministral3", "original_max_position_embeddings of rope_parameters: expected a number",
