@@ -36,6 +36,7 @@ from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
 from lightning_megatron.engine.step import StepOutput, StepShape
+from lightning_megatron.engine.weight_names import global_name
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError, divisors
 
@@ -70,7 +71,7 @@ class Schedule:
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [
-            (name, weight, weight.requires_grad)
+            (global_name(name, chunk), weight, weight.requires_grad)
             for chunk in chunks
             for name, weight in chunk.named_parameters()
         ]

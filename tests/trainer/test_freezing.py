@@ -14,6 +14,7 @@ from tests.parity.hugging_face import tensors_of, train_hugging_face
 from tests.parity.sharding import shards
 from tests.parity.training import (
     FOUR_RANKS,
+    PP2,
     Case,
     Layout,
     Outcome,
@@ -197,7 +198,10 @@ def _frozen_between_fits(case: Case) -> list[bool]:
 def test_freezing_works_between_fits_but_not_within_one() -> None:
     case = replace(CASE, layout=Layout(dp=2, overlap_communication=True))
     assert run_ranks(_frozen_between_fits, 2, case) == [[True, False, True]] * 2
-    for at_start, late, everything in run_ranks(_refusals, 2, case):
+    ranks = run_ranks(_refusals, 2, replace(CASE, layout=PP2))
+    # The layers of the second stage have their numbers in the whole model.
+    assert "decoder.layers.2." in ranks[1][0]
+    for at_start, late, everything in ranks:
         assert "expected requires_grad=True as when the optimizer was made" in at_start
         assert "expected requires_grad=True as when the optimizer was made" in late
         assert "every weight is frozen" in everything
