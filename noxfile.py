@@ -125,7 +125,7 @@ def lowest(session: nox.Session) -> None:
     """
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     session.install("uv>=0.9")
-    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test]")
+    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test,lint]")
     folders = ("unit", "golden", "parity", "checkpoint", "trainer", "generate", "convert", "cli")
     session.run(
         *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])

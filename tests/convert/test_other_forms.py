@@ -2,11 +2,13 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,6 +53,10 @@ def _rewrite(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.17"),
+    reason="transformers does not round to the dtype that is asked for",
+)
 def test_fp8_weights_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -133,10 +139,9 @@ def test_language_models_are_read_from_files_of_larger_ones(
     more = ("model.visual.patch_embed.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
     tensors |= {name: torch.ones(2, 3) for name in more}
     _rewrite(source, tensors, mtp_num_hidden_layers=1)
-    model.save_pretrained(tmp_path / "expected")
     converted(source, tmp_path / "saved")
-    expected = load_file(tmp_path / "expected" / "model.safetensors")
-    saved = tensors_in(tmp_path / "saved")
+    saved = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    expected = model.state_dict()
     assert saved.keys() == expected.keys()
     assert all(saved[name].equal(tensor) for name, tensor in expected.items())
     assert "left out, as transformers does: layers 0 of multi-token prediction" in caplog.text

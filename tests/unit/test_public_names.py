@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import lightning_megatron
 from lightning_megatron.cli.train import MegatronCLI
@@ -199,5 +201,8 @@ def _reported_special_tokens() -> int:
     return log.getvalue().count("bos_token_id must be")
 
 
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.17"), reason="transformers does not report them"
+)
 def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once() -> None:
     assert run_ranks(_reported_special_tokens, 2) == [1, 0]

@@ -61,9 +61,11 @@ def _reference(function: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor
     query, key, value, log_decay, rate = (
         inputs[name].transpose(0, 1) for name in ("query", "key", "value", "log_decay", "rate")
     )
+    # transformers 5.5 leaves it to the layer.
+    repeats = value.shape[2] // key.shape[2]
     output, last = function(
-        query,
-        key,
+        query.repeat_interleave(repeats, dim=2),
+        key.repeat_interleave(repeats, dim=2),
         value,
         g=log_decay,
         beta=rate,
