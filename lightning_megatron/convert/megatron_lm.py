@@ -104,7 +104,7 @@ def collect_tensors(
 
 
 def _check_same_tensors(path: Path, ranks: Mapping[Rank, RankState]) -> None:
-    """Check that all files are of one version, and those of the ranks of a stage have the same tensors.
+    """Check that all files are of one version and iteration, and those of the ranks of a stage have the same tensors.
 
     Raises:
         CheckpointError: If they do not.
@@ -113,14 +113,22 @@ def _check_same_tensors(path: Path, ranks: Mapping[Rank, RankState]) -> None:
     _, pp = layout_of_ranks(ranks)
     for (tensor, stage), state in ranks.items():
         has_as_many = len(state.chunks) == len(first.chunks)
-        fits_first = has_as_many and state.version == first.version
+        iterations = {_iteration(state), _iteration(first)} - {None}
+        is_of_run = state.version == first.version and len(iterations) < 2
+        fits_first = has_as_many and is_of_run
         if fits_first and _shapes(state) == _shapes(ranks[0, stage]):
             continue
         other = rank_folder(0, stage if fits_first else 0, pp)
         raise CheckpointError(
-            f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors or another version than {other}; "
-            "copy it again"
+            f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors, another version or iteration than "
+            f"{other}; copy it again"
         )
+
+
+def _iteration(state: RankState) -> int | None:
+    """Iteration at which the file was written; None if it does not say."""
+    iteration = state.metadata.get("iteration")
+    return iteration if type(iteration) is int else None
 
 
 _BERT_ONLY = (

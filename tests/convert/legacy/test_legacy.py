@@ -475,7 +475,12 @@ CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "a shape of one rank": (
         "mp_rank_01_000",
         lambda state: _encoder(state).update({"layers.0.input_layernorm.weight": torch.ones(31)}),
-        "is a mixture: mp_rank_01_000 has other tensors or another version than mp_rank_00_000",
+        "is a mixture: mp_rank_01_000 has other tensors, another version or iteration than mp_rank_00_000",
+    ),
+    "an iteration of one rank": (
+        "mp_rank_01_000",
+        lambda state: state.update(iteration=state.get("iteration", 0) + 1),
+        "is a mixture: mp_rank_01_000 has other tensors, another version or iteration",
     ),
     "an unknown version": (
         "mp_rank_*",
