@@ -319,7 +319,7 @@ class MegatronDataModule(LightningDataModule, ABC):
             return
         raise ConfigError(
             f"epoch {loader.position.epoch} has {len(loader)} steps and later ones differ, but Lightning uses the first"
-            " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep the global batch size"
+            " length for all; set Trainer(reload_dataloaders_every_n_epochs=1), or keep global batch size and samples"
         )
 
     def _open(
