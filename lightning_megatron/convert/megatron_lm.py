@@ -120,8 +120,8 @@ def _check_same_tensors(path: Path, ranks: Mapping[Rank, RankState]) -> None:
             continue
         other = rank_folder(0, stage if fits_first else 0, pp)
         raise CheckpointError(
-            f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors, another version or iteration than "
-            f"{other}; copy it again"
+            f"{path} is a mixture: {rank_folder(tensor, stage, pp)} has other tensors, another version or iteration "
+            f"than {other}; copy it again"
         )
 
 
