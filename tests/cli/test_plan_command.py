@@ -1,6 +1,7 @@
 """``plan``: table, configuration for ``fit``, picture, and uneven stages."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,17 @@ def test_layouts_that_differ_in_ep_alone_have_bars_of_their_own() -> None:
         for ep in (1, 2, 4)
     ]
     assert len({command._name(each) for each in found}) == 3
+
+
+def test_a_changed_run_counts_its_own_parameters() -> None:
+    """Counts are kept, as a plan reads them often, but by the run that they are of."""
+    model = model_config(dict(SHAPES["llama-3-8b"]))
+    run = PlannedRun(model=model, lengths=(4096,), world_size=8)
+    ((replicas, whole),) = run.parameters(0).items()
+    split = replace(run, parallel=ParallelConfig(tp=2))
+    ((of_split, half),) = split.parameters(0).items()
+    assert (replicas, of_split) == (8, 4)
+    assert 0.5 < half / whole < 0.51
 
 
 # ---- well-known shapes ----------------------------------------------------------------------------------------------
