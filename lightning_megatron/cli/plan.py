@@ -331,7 +331,7 @@ def _draw(plans: Sequence[Plan], device: Device) -> Any:
             f" {plan.tokens_per_s_per_device:,.0f} tok/s/GPU",
             va="center",
             fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.0},
         )
     bars.set(xlabel="GiB of the fullest GPU", title="Memory of each layout, fastest first")
     bars.set_xlim(0, max(device.memory / _GIB, *left) * 1.15)

@@ -252,7 +252,7 @@ NO_LOADERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("got a dict of Tensor; give", {"train_dataloaders": {"input_ids": ZEROS}}),
     ("got a str; give", {"train_dataloaders": "corpus_text_document"}),
-    ("got a int; give", {"train_dataloaders": 5}),
+    ("got an int; give", {"train_dataloaders": 5}),
     (
         "val_dataloaders: expected a DataLoader, got a list of dict",
         {"train_dataloaders": shuffled_loader(1), "val_dataloaders": ITEMS},
