@@ -17,7 +17,7 @@ from lightning_megatron.data.masked_bert import BertObjective
 from lightning_megatron.data.masked_t5 import T5Format, T5Objective
 from lightning_megatron.data.samples import Objective, Part, Samples
 from lightning_megatron.data.splits import SplitName
-from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import largest_id, load_tokenizer
 from lightning_megatron.data.tokenizer_facts import TokenizerFacts
 from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.datamodules.sources import check_token, split_sources
@@ -64,7 +64,7 @@ class IndexedDataModule(MegatronDataModule):
         micro_batch_size: Samples in one microbatch of one data-parallel rank.
         objective: ``gpt``, ``bert`` or ``t5``; None for that of the model's architecture.
         tokenizer: Directory of the tokenizer, or its name on the Hugging Face hub (``org/name``); a BERT or T5 needs it
-            for special tokens and word boundaries.
+            for special tokens and word boundaries. A GPT, which needs none, must have its vocabulary.
         seq_length_decoder: Tokens per row that a T5's decoder reads.
         masking: How tokens of a BERT or T5 are masked.
         t5_format: End of a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the
@@ -162,8 +162,9 @@ class IndexedDataModule(MegatronDataModule):
         for part in parts:
             if part.name in run.splits:
                 objective.count(part)
-        if name != "gpt":
-            check_token(self._tokenizer_facts.size - 1, run.model, f"tokenizer={self.tokenizer}")
+        if name != "gpt" or self.tokenizer is not None:
+            largest = largest_id(self._loaded_tokenizer)
+            check_token(largest, run.model, f"tokenizer={self.tokenizer}")
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> Samples:
@@ -215,12 +216,16 @@ class IndexedDataModule(MegatronDataModule):
         return model.architecture
 
     @cached_property
-    def _tokenizer_facts(self) -> TokenizerFacts:
+    def _loaded_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ConfigError(
                 "tokenizer=None: expected the directory of the dataset's tokenizer for a BERT or T5"
             )
-        return TokenizerFacts.of(load_tokenizer(self.tokenizer), self.tokenizer)
+        return load_tokenizer(self.tokenizer)
+
+    @cached_property
+    def _tokenizer_facts(self) -> TokenizerFacts:
+        return TokenizerFacts.of(self._loaded_tokenizer, str(self.tokenizer))
 
     def _objective(self, model: ModelConfig | None) -> Objective:
         """Objective that makes the model's samples."""

@@ -24,6 +24,7 @@ from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.run.launch import ScriptLauncher
 from lightning_megatron.run.restarts import LAUNCHER
 from tests.models import QUIET
+from tests.tokenizers import byte_level_tokenizer
 from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy
 
 pytestmark = pytest.mark.filterwarnings(
@@ -317,6 +318,13 @@ def test_token_beyond_the_vocabulary_is_refused(
         DataError, match=f"expected tokens below the model's vocab_size={largest}, got {largest}"
     ):
         _data(tmp_path).check(Run(shape=shape, model=replace(model, vocab_size=largest)))
+    # A GPT reads no tokenizer; one that is named must still be that of the dataset.
+    named = _data(tmp_path, tokenizer=str(tmp_path / "words"))
+    with pytest.raises(ConfigError, match="words"):
+        named.check(Run(shape=shape, model=model))
+    byte_level_tokenizer({largest + 1: b"a"}).save_pretrained(tmp_path / "words")
+    with pytest.raises(DataError, match=rf"tokenizer=.*words: expected .*, got {largest + 1}"):
+        named.check(Run(shape=shape, model=model))
 
 
 def test_validation_interval_longer_than_an_epoch_is_refused(tmp_path: Path) -> None:
