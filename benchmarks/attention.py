@@ -150,11 +150,11 @@ def seconds_of(call: Callable[[], object], device: str, warm_up: float, calls: i
     return statistics.median(timed() for _ in range(calls))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark from the command line; returns the exit code."""
+def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    """Options of a benchmark of one operation on rows of tokens."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention",
-        description=__doc__,
+        prog=f"python -m benchmarks.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
@@ -162,6 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before the first call")
     parser.add_argument("--calls", type=int, default=30, help="timed calls of each kind")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark from the command line; returns the exit code."""
+    parser = parser_of("attention", __doc__)
     options = parser.parse_args(arguments)
     print(f"{options.rows} rows of {options.seq_length} tokens, forward and backward\n")
     print("| attention | ms | model TFLOP/s |\n|---|---|---|")

@@ -8,18 +8,17 @@ and of all gradients, relative to the largest value of this package's; both roun
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from benchmarks.attention import seconds_of
+from benchmarks.attention import parser_of, seconds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    Rule: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
 _KEY_HEADS = 16
 _VALUE_HEADS = 32
@@ -27,32 +26,19 @@ _WIDTH = 128
 """Those of Qwen3-Next-80B-A3B."""
 
 
-def _ours(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-) -> Tensor:
+def _ours(inputs: Sequence[Tensor]) -> Tensor:
     from lightning_megatron.engine.ops.gated_delta_rule import gated_delta_rule
 
-    return gated_delta_rule(query, key, value, log_decay, rate)[0]
+    return gated_delta_rule(*inputs)[0]
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-) -> Tensor:
+def _flash(inputs: Sequence[Tensor]) -> Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     # Its tensors are [b, s, ...].
-    inputs = [x.transpose(0, 1).contiguous() for x in (query, key, value, log_decay, rate)]
-    output, _ = chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
-    rows: Tensor = output
-    return rows.transpose(0, 1)
+    rows = [x.transpose(0, 1).contiguous() for x in inputs]
+    output: Tensor = chunk_gated_delta_rule(*rows, use_qk_l2norm_in_kernel=True)[0]
+    return output.transpose(0, 1)
 
 
 def _inputs(rows: int, length: int, device: str) -> list[Tensor]:
@@ -87,16 +73,7 @@ def _difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.linear_attention",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=4, help="rows of a call")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
-    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before the first call")
-    parser.add_argument("--calls", type=int, default=30, help="timed calls of each")
+    parser = parser_of("linear_attention", __doc__)
     options = parser.parse_args(arguments)
     import torch
 
@@ -111,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, rule in rules.items():
 
         def call(rule: Rule = rule) -> list[Tensor]:
-            output = rule(*inputs)
+            output = rule(inputs)
             return [output, *torch.autograd.grad(output, inputs, upstream)]
 
         results = call()
