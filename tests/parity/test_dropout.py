@@ -206,35 +206,25 @@ def test_validation_has_no_dropout() -> None:
     assert masks.activations == masks.attention == []
 
 
-def _recomputing(layout: Layout, mode: str) -> Layout:
-    if mode == "selective":
-        return replace(layout, recompute="selective")
-    options: dict[str, Any] = {"recompute_method": mode}
-    return replace(layout, recompute="full", **options)
-
-
 @pytest.mark.parametrize(
-    ("case", "layout", "mode"),
+    ("case", "layout", "recompute"),
     [
-        (CASE, FOUR_RANKS, "selective"),
-        (CASE, FOUR_RANKS, "uniform"),
+        (CASE, FOUR_RANKS, {"recompute": "selective"}),
+        (CASE, FOUR_RANKS, {"recompute": "full"}),
         (
             T5,
-            Layout(
-                tp=2,
-                pp=2,
-                vpp=2,
-                num_microbatches=2,
-                recompute_num_layers=2,
-            ),
-            "uniform",
+            Layout(tp=2, pp=2, vpp=2, num_microbatches=2),
+            {"recompute": "full", "recompute_num_layers": 2},
         ),
     ],
 )
-def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: str) -> None:
+def test_recomputation_repeats_dropout_masks(
+    case: Case, layout: Layout, recompute: dict[str, Any]
+) -> None:
     # ``outcome`` also checks that replicated weights stay equal.
     case = replace(case, layout=layout, steps=2)
-    assert_same_run(outcome(replace(case, layout=_recomputing(layout, mode))), outcome(case))
+    recomputed = replace(case, layout=replace(layout, **recompute))
+    assert_same_run(outcome(recomputed), outcome(case))
 
 
 @pytest.mark.gpu(2)
@@ -246,13 +236,10 @@ def test_recomputation_repeats_dropout_masks(case: Case, layout: Layout, mode: s
 def test_recomputation_repeats_dropout_masks_on_gpus(layout: Layout) -> None:
     # All four layers are recomputed, or only the first. Without recomputation other kernels draw other random numbers.
     case = replace(CASE, layout=layout, steps=3, accelerator="gpu")
+    every_layer = replace(layout, recompute="full")
+    first_layer = replace(every_layer, recompute_method="block")
     # In fp32, a single different mask changes the loss by far more than rounding does.
-    assert_same_run(
-        *(
-            outcome(replace(case, layout=_recomputing(layout, mode)))
-            for mode in ("uniform", "block")
-        )
-    )
+    assert_same_run(*(outcome(replace(case, layout=each)) for each in (every_layer, first_layer)))
 
 
 # ---- compared with Hugging Face --------------------------------------------------------------------------------------
