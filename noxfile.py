@@ -39,6 +39,12 @@ def install(session: nox.Session, *extras: str) -> None:
     session.install("--no-compile", TORCH, "-e", f".[{','.join(names)}]" if names else ".")
 
 
+def run_folders(session: nox.Session, *folders: str) -> None:
+    """Run the tests of ``folders`` below tests/, or what the arguments after -- select."""
+    selected = session.posargs or [f"tests/{name}" for name in folders]
+    session.run(*PYTEST, "-m", "not exhaustive", *selected)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style with ruff: lint and format."""
@@ -102,7 +108,8 @@ def engines(session: nox.Session, engine: str) -> None:
     """Run the tests that use Megatron-Core with its oldest and newest supported releases."""
     install(session, "test")
     session.install("--no-compile", TORCH, engine)
-    folders = (
+    run_folders(
+        session,
         "parity",
         "checkpoint",
         "golden",
@@ -111,9 +118,6 @@ def engines(session: nox.Session, engine: str) -> None:
         "generate",
         "convert",
         "unit/engine",
-    )
-    session.run(
-        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
     )
 
 
@@ -127,9 +131,7 @@ def lowest(session: nox.Session) -> None:
     session.install("uv>=0.9")
     session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[test,lint]")
     folders = ("unit", "golden", "parity", "checkpoint", "trainer", "generate", "convert", "cli")
-    session.run(
-        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
-    )
+    run_folders(session, *folders)
 
 
 @nox.session
@@ -145,9 +147,7 @@ def prereleases(session: nox.Session) -> None:
     session.install("--no-compile", "--pre", "--upgrade", *names)
     session.run("python", "-m", "pip", "list")
     folders = ("parity", "checkpoint", "trainer", "generate", "convert", "unit/engine")
-    session.run(
-        *PYTEST, "-m", "not exhaustive", *(session.posargs or [f"tests/{name}" for name in folders])
-    )
+    run_folders(session, *folders)
 
 
 @nox.session

@@ -1,8 +1,10 @@
-"""Cases of parametrized tests that do not run everywhere."""
+"""Tests, and cases of parametrized ones, that do not run everywhere."""
 
+from importlib.metadata import version
 from typing import Any, Literal
 
 import pytest
+from packaging.version import Version
 
 
 def exhaustive(*case: Any, id: str | None = None) -> Any:
@@ -17,6 +19,14 @@ def on_gpus(
 ) -> Any:
     """A case that needs ``count`` CUDA devices."""
     return pytest.param(*case, marks=pytest.mark.gpu(count), id=id)
+
+
+def needs_transformers(lowest: str, reason: str) -> pytest.MarkDecorator:
+    """Leaves a test out where the installed transformers is older than ``lowest``."""
+    return pytest.mark.skipif(
+        Version(version("transformers")) < Version(lowest),
+        reason=reason,
+    )
 
 
 def accelerator_of(request: pytest.FixtureRequest) -> Literal["cpu", "gpu"]:

@@ -64,7 +64,7 @@ class IndexedDataModule(MegatronDataModule):
         micro_batch_size: Samples in one microbatch of one data-parallel rank.
         objective: ``gpt``, ``bert`` or ``t5``; None for that of the model's architecture.
         tokenizer: Directory of the tokenizer, or its name on the Hugging Face hub (``org/name``); a BERT or T5 needs it
-            for special tokens and word boundaries. A GPT, which needs none, must have its vocabulary.
+            for special tokens and word boundaries. A GPT needs none; one that is given must fit its vocabulary.
         seq_length_decoder: Tokens per row that a T5's decoder reads.
         masking: How tokens of a BERT or T5 are masked.
         t5_format: End of a T5's rows: ``hugging_face``, as its released models were trained (the text with eos, the

@@ -2,13 +2,11 @@
 
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import converted, tensors_in
 from tests.convert.test_mxfp4 import load_and_save
 from tests.families.test_experts import mixture
+from tests.marks import needs_transformers
 from tests.ranks import run_ranks
 
 _BLOCK = 16
@@ -53,10 +52,7 @@ def _rewrite(path: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.skipif(
-    Version(version("transformers")) < Version("5.17"),
-    reason="transformers does not round to the dtype that is asked for",
-)
+@needs_transformers("5.17", "transformers does not round to the dtype that is asked for")
 def test_fp8_weights_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 

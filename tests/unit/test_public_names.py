@@ -6,17 +6,16 @@ import os
 import subprocess
 import sys
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from packaging.version import Version
 
 import lightning_megatron
 from lightning_megatron.cli.train import MegatronCLI
 from lightning_megatron.registration import FORMER_HOMES, hide_known_warnings, strategy_names
+from tests.marks import needs_transformers
 from tests.models import GPT2, VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
 from tests.recording import recorded_log
@@ -201,8 +200,6 @@ def _reported_special_tokens() -> int:
     return log.getvalue().count("bos_token_id must be")
 
 
-@pytest.mark.skipif(
-    Version(version("transformers")) < Version("5.17"), reason="transformers does not report them"
-)
+@needs_transformers("5.17", "transformers does not report them")
 def test_special_tokens_outside_of_the_vocabulary_are_reported_by_rank_0_once() -> None:
     assert run_ranks(_reported_special_tokens, 2) == [1, 0]
