@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.data.evaluation_loader import EvaluationLoader
 from lightning_megatron.data.loader import PADDING_ROW, PassLoader
 from lightning_megatron.engine.collectives import call_on_all_ranks, data_parallel_group
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, type_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -86,7 +86,7 @@ def _gather(
     """All-gather the predictions of one loader, in dataset order. Collective over the world."""
     if not isinstance(loader, (EvaluationLoader, PassLoader)):
         raise ConfigError(
-            f"a {type(loader).__name__} does not tell its samples; use one over a map-style dataset"
+            f"{type_of(loader)} does not tell its samples; use one over a map-style dataset"
         )
     # From the rank that read the batches: the other ranks' loaders were not used, and may have shuffled differently.
     indices = [list(loader.batch_indices())]
@@ -133,7 +133,7 @@ def _match_samples(
             return None
         if not isinstance(leaf, Tensor):
             raise ConfigError(
-                f"a {type(leaf).__name__} cannot be gathered; return tensors, or lists or dicts of them"
+                f"{type_of(leaf)} cannot be gathered; return tensors, or lists or dicts of them"
             )
         lengths.add(len(leaf) if leaf.dim() else -1)
         return leaf.detach().cpu().clone()  # pickling a view would send its whole storage

@@ -73,6 +73,7 @@ from lightning_megatron.errors import (
     require_choice,
     require_kind,
     require_number,
+    type_of,
 )
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.matrices import matrices_of
@@ -632,7 +633,7 @@ class MegatronStrategy(DDPStrategy):
             )
         if dp < self.world_size and divides_among_ranks(loader):
             rank_zero_warn(
-                f"train_dataloaders: a {type(loader).__name__} divides its rows among {self.world_size} ranks, and"
+                f"train_dataloaders: {type_of(loader)} divides its rows among {self.world_size} ranks, and"
                 f" one rank of each of the {dp} data-parallel replicas reads: the parts of the others are left out; use"
                 " a layout without model parallelism, or a stream divided by data_parallel_rank"
             )

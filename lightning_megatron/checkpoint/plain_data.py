@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.checkpoint.pickles import read_pickle
+from lightning_megatron.errors import type_of
 from lightning_megatron.storage.checksums import require_file
 from lightning_megatron.storage.paths import is_remote
 
@@ -71,9 +72,7 @@ def as_plain_data(value: Any, readable: str = "") -> Any:
             value = plain(value)
             break
     if readable and not isinstance(value, _READABLE):
-        rank_zero_warn(
-            f"{readable} is a {type(value).__name__}; the checkpoint keeps its text only"
-        )
+        rank_zero_warn(f"{readable} is {type_of(value)}; the checkpoint keeps its text only")
         return repr(value)
     return value
 

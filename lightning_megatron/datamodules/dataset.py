@@ -103,7 +103,7 @@ class DatasetSamples:
         is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not is_map_style or isinstance(dataset, Mapping | IterableDataset) or len(dataset) == 0:
             raise DataError(
-                f"a {type(dataset).__name__} must be one map-style dataset (items by index) of at least one item; for"
+                f"{type_of(dataset)} must be one map-style dataset (items by index) of at least one item; for"
                 " several splits pass dataset['train'], for a stream return a DataLoader from train_dataloader"
             )
         self._dataset = dataset

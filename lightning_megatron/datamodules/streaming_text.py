@@ -27,7 +27,7 @@ from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
 from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.datamodules.sources import check_gpt
 from lightning_megatron.engine.collectives import raise_on_all_ranks
-from lightning_megatron.errors import LARGEST_BATCH, ConfigError, require_number
+from lightning_megatron.errors import LARGEST_BATCH, ConfigError, require_number, type_of
 from lightning_megatron.foreign_names import checks_options
 
 DataPath: TypeAlias = str | list[str | float]
@@ -143,7 +143,7 @@ class StreamingTextDataModule(MegatronDataModule):
             reason = why_not_exact(self.dataset)
         if reason is not None:
             rank_zero_warn(
-                f"dataset: a {type(self.dataset).__name__} that cannot resume exactly; a resumed run repeats or leaves "
+                f"dataset: {type_of(self.dataset)} that cannot resume exactly; a resumed run repeats or leaves "
                 f"out texts, as {reason}"
             )
 

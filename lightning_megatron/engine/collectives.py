@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.groups import Topology
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, type_of
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 def _as_rows(leaf: Any) -> Tensor:
     if not isinstance(leaf, Tensor):
         raise ConfigError(
-            f"a {type(leaf).__name__} cannot be gathered; give tensors, or lists and dicts of tensors"
+            f"{type_of(leaf)} cannot be gathered; give tensors, or lists and dicts of tensors"
         )
     rows: Tensor = torch.atleast_1d(leaf.detach())
     return rows

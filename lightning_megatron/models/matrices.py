@@ -17,7 +17,7 @@ from lightning_megatron.engine.ops.norms import Norm, NormOfAllHeads
 from lightning_megatron.engine.ops.replicated_linear import ReplicatedLinear
 from lightning_megatron.engine.ops.router import Router
 from lightning_megatron.engine.wrap import unwrap
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, type_of
 from lightning_megatron.models.config import ModelConfig
 
 _IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
@@ -70,7 +70,7 @@ def _check_known(path: str, module: torch.nn.Module) -> None:
         if parameter.dim() > 1:
             raise ConfigError(
                 f"optimizer muon: expected linears of Megatron-Core or of this package in a layer, got {path}.{name} "
-                f"of a {type(module).__name__}, which may be a matrix or not; use adamw"
+                f"of {type_of(module)}, which may be a matrix or not; use adamw"
             )
 
 
