@@ -1,8 +1,8 @@
-"""Vocabulary-parallel cross-entropy by torch.compile, over a vocabulary that is padded to a multiple of tp.
+"""Vocabulary-parallel cross-entropy, over a vocabulary that is padded to a multiple of tp.
 
-It saves the logits themselves for the backward pass instead of a float32 softmax: per logit the forward pass reads 4
-bytes (the second time mostly from the cache), the backward pass reads 2 and writes 2. liger-kernel 0.8 and
-megatron-core 0.16.1 move 22 and more, and save 4 bytes per logit.
+It saves the logits themselves for the backward pass instead of a float32 softmax: per logit the forward pass reads 2
+bytes, the backward pass reads 2 and writes 2 (``triton/cross_entropy.py``; on a CPU the functions below). liger-kernel
+0.8 and megatron-core 0.16.1 move 22 and more, and save 4 bytes per logit.
 
 megatron-core 0.16.1 has three more faults here. Vocabulary padding takes part in the softmax, so the loss is not that
 of the Hugging Face model: models mask it in their logits (models/gpt.py). The fused variant casts its gradient to
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from lightning_megatron.engine.ops.compiled import compiled_for
 
 
 def row_statistics(
@@ -85,7 +83,12 @@ class VocabParallelLoss(torch.autograd.Function):
     ) -> Tensor:
         """Losses [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
         ctx.first = dist.get_rank(tp_group) * logits.shape[-1]
-        statistics = compiled_for(logits, row_statistics)
+        statistics = row_statistics
+        if logits.is_cuda:
+            # Imported here: Triton is on GPUs only.
+            from lightning_megatron.engine.ops.triton import cross_entropy
+
+            statistics = cross_entropy.row_statistics
         largest, total, own = statistics(logits, labels, ctx.first)
         if dist.get_world_size(tp_group) > 1:
             largest_of_shard = largest.clone()
@@ -103,7 +106,12 @@ class VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
-        differentiate = compiled_for(logits, logits_gradient)
+        differentiate = logits_gradient
+        if logits.is_cuda:
+            # Imported here: Triton is on GPUs only.
+            from lightning_megatron.engine.ops.triton import cross_entropy
+
+            differentiate = cross_entropy.logits_gradient
         gradient = differentiate(logits, labels, ctx.first, log_sum, upstream[0])
         return gradient, None, None
 

@@ -23,6 +23,9 @@ from torch import Tensor
 MAX_FUSED_COLUMNS = 16384
 """Maximum number of columns, which the kernel of ``Norm.add`` holds in registers."""
 
+MAX_HEAD_WIDTH = 256
+"""Maximum number of columns of the kernel for queries and keys."""
+
 
 class Norm(torch.nn.Module):
     """LayerNorm or RMSNorm, as named by ``config.normalization``, over the last dimension.
@@ -94,14 +97,11 @@ class Norm(torch.nn.Module):
         # DDP's hooks, which wait for the all-gather of parameters.
         for hook in self._forward_pre_hooks.values():
             hook(self, ())
-        weight: Tensor = self.weight
-        if self.zero_centered:
-            weight = weight.float() + 1.0
         self._precomputed = add_norm(
             x,
             bias,
             residual,
-            weight,
+            self._gain(),
             self.bias,
             self.eps,
             probability,
@@ -114,6 +114,11 @@ class Norm(torch.nn.Module):
         self._precomputed = None
         if precomputed is not None and precomputed[0] is x:
             return precomputed[1]
+        if self._is_of_heads(x):
+            # Imported here: Triton is on GPUs only.
+            from lightning_megatron.engine.ops.triton.head_norm import head_norm
+
+            return head_norm(x, self._gain(), self.eps)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if x.dtype != weight.dtype:  # fp32_residual_connection: float32 in, activation dtype out
@@ -134,6 +139,17 @@ class Norm(torch.nn.Module):
             shifted = out if bias is None else out + bias
             out = torch.addcmul(shifted, out, weight)
         return out.to(self.weight.dtype)
+
+    def _gain(self) -> Tensor:
+        """Factor of the normalized values, [hidden_size]."""
+        if self.zero_centered:
+            return self.weight.float() + 1.0
+        return self.weight
+
+    def _is_of_heads(self, x: Tensor) -> bool:
+        """Whether ``x`` are heads, [s, b, n, hn], that the kernel for narrow rows normalizes."""
+        is_narrow = self.is_rms and self.shape[0] <= MAX_HEAD_WIDTH
+        return is_narrow and x.is_cuda and x.dim() == 4 and x.dtype == self.weight.dtype
 
     def extra_repr(self) -> str:
         """Kind, size and epsilon, for print(model)."""

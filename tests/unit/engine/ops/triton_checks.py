@@ -14,12 +14,14 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lightning_megatron.engine.ops import fp8
+from lightning_megatron.engine.ops import fp8, loss
 from lightning_megatron.engine.ops.adam import FusedAdam
 from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.triton import cross_entropy
 from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
 from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
 from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
+from lightning_megatron.engine.ops.triton.head_norm import head_norm
 from lightning_megatron.engine.ops.triton.norms import add_norm
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
 
@@ -238,6 +240,50 @@ def test_norm_caches_the_result_of_its_own_sum_only() -> None:
             norm.bias,
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "width"),
+    [(3, 16), (1, 24), (5, 128)],  # 24: no power of two
+)
+def test_norm_of_heads_that_are_a_view_equals_torch(heads: int, width: int) -> None:
+    mixed = _random(40, 3, heads + 2, width)
+    x = mixed[:, :, 1:-1]
+    weight = _random(width)
+    expected = F.rms_norm(x, (width,), weight, 1e-5)
+    _assert_same([head_norm(x, weight, 1e-5)], [expected], [mixed, weight])
+
+
+# ---- cross-entropy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 96, 5000])
+def test_cross_entropy_of_a_vocabulary_shard_equals_torch(first: int) -> None:
+    logits = 4.0 * torch.randn(3, 2, 4100, device=DEVICE)
+    logits[..., 4000:] = -torch.inf  # padding of the vocabulary
+    logits[0, 0] = -torch.inf
+    labels = torch.tensor([[0, 100], [4050, 8000], [96, 4095]], device=DEVICE)
+    expected = loss.row_statistics(logits, labels, first)
+    got = cross_entropy.row_statistics(logits, labels, first)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    log_sum = torch.randn(3, 2, device=DEVICE)
+    upstream = torch.randn(2, 3, device=DEVICE).t()
+    torch.testing.assert_close(
+        cross_entropy.logits_gradient(logits, labels, first, log_sum, upstream),
+        loss.logits_gradient(logits, labels, first, log_sum, upstream),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_cross_entropy_of_a_row_with_nan_is_nan() -> None:
+    logits = torch.randn(1, 2, 50, device=DEVICE)
+    logits[0, 1, 7] = torch.nan
+    labels = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
+    largest, total, own = cross_entropy.row_statistics(logits, labels, 0)
+    losses = largest + total.log() - own
+    assert losses.isnan().tolist() == [[False, True]]
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
