@@ -3,6 +3,7 @@
 Megatron-Core's own ``DotProductAttention`` (megatron-core 0.16.1, transformer/dot_product_attention.py) writes the
 [b, np, s, s] scores to memory several times, repeats the key/value heads and refuses an attention bias. Here, on CUDA:
 
+- no mask, causal, with or without a window or ALiBi: FlashAttention-4 where it is installed and faster;
 - no mask, or causal alone: torch's scaled_dot_product_attention without a mask (``narrow_values.py`` for two widths);
 - segments, windows and ALiBi without dropout, from 512 tokens on: FlexAttention, compiled, without an s x s tensor;
 - segments with dropout, or in short rows: variable-length FlashAttention, with one sequence per run of a segment
@@ -32,6 +33,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.engine.ops import masks
+from lightning_megatron.engine.ops.flash_attention_4 import (
+    attend_flash_attention_4,
+    can_use_flash_attention_4,
+)
 from lightning_megatron.engine.ops.flex_attention import (
     can_use_flex,
     compiled_flex,
@@ -184,6 +189,13 @@ class SDPAttention(MegatronModule):
         # Without a mask torch's kernels attend to all keys, or causally from the first key on.
         is_plain = self._has_plain_scores and window is None and (not causal or sq == sk)
         dropout = self.dropout if self.training else 0.0
+        pattern = Pattern(
+            num_queries=sq,
+            num_keys=sk,
+            causal=causal,
+            window=window,
+            cross=self.is_cross,
+        )
         if self.sinks is not None and dropout > 0.0:
             is_plain = False
         # Forking the tracker copies random states on the host, so only for actual dropout.
@@ -201,6 +213,9 @@ class SDPAttention(MegatronModule):
                 sinks = self._own_sinks(self.sinks.scores)
                 scale = self.softmax_scale
                 out = attend_with_sinks(q, k, v, sinks, None, causal=causal, scale=scale)
+            elif mask is None and self._can_use_flash_attention_4(q, k, v, pattern, dropout):
+                alibi = self._alibi_of(q)
+                out = attend_flash_attention_4(q, k, v, pattern, alibi, self.softmax_scale)
             elif mask is None and is_plain and v.shape[3] < q.shape[3]:
                 scale = self.softmax_scale
                 out = attend_narrow(q, k, v, causal=causal, dropout=dropout, scale=scale)
@@ -215,13 +230,6 @@ class SDPAttention(MegatronModule):
                     enable_gqa=np != k.shape[1],
                 )
             else:
-                pattern = Pattern(
-                    num_queries=sq,
-                    num_keys=sk,
-                    causal=causal,
-                    window=window,
-                    cross=self.is_cross,
-                )
                 out = self._attend_masked(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -259,6 +267,19 @@ class SDPAttention(MegatronModule):
         else:
             added = MASK_CACHE.get(mask, (pattern, alibi, q.dtype), make)
         return self._attend_dense(q, k, v, added, dropout)
+
+    def _can_use_flash_attention_4(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        dropout: float,
+    ) -> bool:
+        """Whether FlashAttention-4 computes this attention without a mask."""
+        if dropout > 0.0 or self.softcap is not None or self.sinks is not None:
+            return False
+        return can_use_flash_attention_4(q, k, v, pattern, self._alibi_of(q))
 
     def _attend_dense(
         self,

@@ -303,9 +303,15 @@ class Alibi:
     """Softmax scale, which multiplies Falcon's biases, too."""
 
 
+def largest_power_of_two(num_heads: int) -> int:
+    """Number of the heads, the first ones, whose slopes are those of a power of two."""
+    power: int = 2 ** math.floor(math.log2(num_heads))
+    return power
+
+
 def slopes(num_heads: int) -> Tensor:
     """Bias that each head subtracts per token of distance: [np], fp32, on the CPU."""
-    power = 2 ** math.floor(math.log2(num_heads))
+    power = largest_power_of_two(num_heads)
 
     def series(count: int, exponents: Tensor) -> Tensor:
         return torch.tensor(2.0 ** -(8.0 / count)).pow(exponents)

@@ -14,8 +14,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lightning_megatron.engine.ops import attention, sinks, split_k
+from lightning_megatron.engine.ops import attention, masks, sinks, split_k
 from lightning_megatron.engine.ops.attention import SDPAttention
+from lightning_megatron.engine.ops.flash_attention_4 import (
+    attend_flash_attention_4,
+    has_flash_attention_4,
+    slope_exponent,
+)
 from lightning_megatron.engine.ops.masks import (
     BLOCK,
     MASKED_SCORE,
@@ -529,6 +534,46 @@ def test_flex_attention_equals_the_cpu(
         _assert_equals_cpu(layer, _qkv(length, length, groups, device="cuda"), segments)
     needs_blocks = has_segments or options.keys() & {"sliding_window", "alibi", "softcap"}
     assert calls.blocks == (4 if needs_blocks else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, 2),
+        ({"softmax_scale": 0.3}, 8),
+        ({"sliding_window": 200}, 2),
+        ({"alibi": "bloom"}, 8),
+        ({"alibi": "bloom", "sliding_window": 200}, 8),
+    ],
+    ids=str,
+)
+def test_flash_attention_4_equals_the_cpu(
+    options: dict[str, Any],
+    groups: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_flash_attention_4() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs flash-attn-4 and a Hopper GPU")
+    lengths = []
+
+    def counted(q: Tensor, *others: Any) -> Tensor:
+        lengths.append(q.shape[2])
+        return attend_flash_attention_4(q, *others)
+
+    monkeypatch.setattr(attention, "attend_flash_attention_4", counted)
+    for length in (640, 523):
+        layer = _layer(groups=groups, width=128, **options)
+        qkv = _qkv(length, length, groups, width=128, device="cuda")
+        _assert_equals_cpu(layer, qkv, None)
+    assert lengths == [640, 523]
+
+
+@pytest.mark.parametrize("num_heads", [1, 6, 8, 71])
+def test_slopes_by_flash_attention_4s_formula_are_those_of_the_paper(num_heads: int) -> None:
+    exponents = [slope_exponent(head, num_heads) for head in range(num_heads)]
+    expected = masks.slopes(num_heads).double()
+    torch.testing.assert_close(torch.tensor(exponents).double().exp2(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.gpu
