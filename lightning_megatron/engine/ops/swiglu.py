@@ -1,4 +1,4 @@
-"""SwiGLU by liger-kernel's Triton kernel, if it is installed.
+"""SwiGLU by liger-kernel's Triton kernel, if it is installed; between fp8 linears by one that measures what it writes.
 
 liger-kernel 0.8's ``apply_liger_kernel_to_megatron`` patches the same function.
 """
@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 from torch import Tensor
+
+from lightning_megatron.engine.ops import magnitudes
 
 
 @functools.cache
@@ -39,6 +41,11 @@ def liger_swiglu(original: Any) -> type:
             # Both change what the engine saves for backward.
             if fp8_input_store or cpu_offload_input:
                 result: Tensor = original.apply(input, fp8_input_store, cpu_offload_input)
+            elif magnitudes.is_marked(input):
+                # Imported here: Triton is on GPUs only.
+                from lightning_megatron.engine.ops.triton.swiglu import swiglu
+
+                result = swiglu(input)
             else:
                 result = LigerFusedGateUpSiLUMulFunction.apply(input, False)
             return result

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_megatron.engine.ops import magnitudes
 from lightning_megatron.engine.ops.masks import TensorCache
+from lightning_megatron.engine.ops.triton.magnitudes import magnitude_bits, raise_magnitude
 
 _TABLES = TensorCache()
 """Tables of cosines and sines, by angles."""
@@ -36,6 +38,7 @@ def _rotate(
     key,
     value,
     table,
+    amax,
     batch,
     mixed_s,
     mixed_b,
@@ -59,6 +62,7 @@ def _rotate(
     PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BACKWARD: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     """Rotate ``BLOCK_HEADS`` heads of a token; a group's ``GROUP`` heads are ``QUERIES`` queries, a key, a value."""
     s = (tl.program_id(0) // batch).to(tl.int64)
@@ -99,6 +103,9 @@ def _rotate(
     if BACKWARD:
         tl.store(rows, rotated_first, exists)
         tl.store(rows + HALF, rotated_second, exists)
+        if AMAX:
+            bits = tl.maximum(magnitude_bits(rotated_first), magnitude_bits(rotated_second))
+            raise_magnitude(amax, bits, mixed)
     else:
         tl.store(queries, rotated_first, is_query)
         tl.store(queries + HALF, rotated_second, is_query)
@@ -115,8 +122,12 @@ def _launch_rotate(
     queries: int,
     *,
     backward: bool,
+    amax: Tensor | None = None,
 ) -> None:
-    """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries."""
+    """Rotate ``mixed`` [s, b, heads, hn] into queries, keys, values, or back; heads without groups are all queries.
+
+    The way back raises ``amax``, if it is given, by the magnitudes of ``mixed``.
+    """
     s, b, heads, _ = mixed.shape
     half = table.shape[-1]
     query, key, value = parts
@@ -127,6 +138,7 @@ def _launch_rotate(
         key,
         value,
         table,
+        table if amax is None else amax,
         b,
         *mixed.stride()[:3],
         *query.stride()[:3],
@@ -142,6 +154,7 @@ def _launch_rotate(
         PAIRS=triton.next_power_of_2(half),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
         BACKWARD=backward,
+        AMAX=amax is not None,
     )
 
 
@@ -168,6 +181,7 @@ class _Rotate(torch.autograd.Function):
         ctx.table = _TABLES.get(angles, "table", _cos_sin)
         ctx.queries = queries
         ctx.shape = mixed.shape
+        ctx.measures = magnitudes.is_marked(mixed)
         _launch_rotate(mixed, parts, ctx.table, queries, backward=False)
         return parts
 
@@ -178,7 +192,10 @@ class _Rotate(torch.autograd.Function):
             for gradient in gradients
         ]
         mixed = parts[0].new_empty(ctx.shape)
-        _launch_rotate(mixed, parts, ctx.table, ctx.queries, backward=True)
+        amax = magnitudes.start(mixed) if ctx.measures else None
+        _launch_rotate(mixed, parts, ctx.table, ctx.queries, backward=True, amax=amax)
+        if amax is not None:
+            magnitudes.attach(mixed, amax)
         return mixed, None, None
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lightning_megatron.engine.ops import fp8, loss
+from lightning_megatron.engine.ops import fp8, loss, magnitudes
 from lightning_megatron.engine.ops.adam import FusedAdam
 from lightning_megatron.engine.ops.norms import Norm
 from lightning_megatron.engine.ops.triton import cross_entropy
@@ -24,6 +24,7 @@ from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
 from lightning_megatron.engine.ops.triton.head_norm import head_norm
 from lightning_megatron.engine.ops.triton.norms import add_norm
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
+from lightning_megatron.engine.ops.triton.swiglu import swiglu
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -398,3 +399,135 @@ def test_fp8_cast_of_matrix_and_transpose_equals_torch(
                 assert each is other
             else:
                 assert torch.equal(each.float(), other.float())
+
+
+# ---- SwiGLU and magnitudes -------------------------------------------------------------------------------------------
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("width", [40, 2500])
+def test_swiglu_equals_torch(width: int) -> None:
+    x = _random(7, 2 * width)
+    _assert_same([swiglu(x)], [_swiglu(x)], [x])
+
+
+def _read_again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Tensors that ``largest_magnitude`` reads from now on, not knowing their magnitude."""
+    tensors: list[Tensor] = []
+    read = torch.linalg.vector_norm
+
+    def spy(x: Tensor, *options: Any, **named: Any) -> Tensor:
+        tensors.append(x)
+        return read(x, *options, **named)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", spy)
+    return tensors
+
+
+def _assert_known(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that the magnitude of ``x`` is known, and what it is."""
+    with monkeypatch.context() as patch:
+        read = _read_again(patch)
+        known = magnitudes.largest_magnitude(x)
+        assert not read
+    assert torch.equal(known, x.detach().float().abs().max().reshape(1))
+
+
+class _Linear(torch.autograd.Function):
+    """Identity of an fp8 linear: keeps the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        ctx.gradients.append(upstream[0].contiguous())
+        return upstream[0].clone(), None
+
+
+def _linear(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Marked copy of ``x``, by way of the views of Megatron's linears, and the gradients that it will get."""
+    gradients: list[Tensor] = []
+    output: Tensor = _Linear.apply(x.flatten(0, -2), gradients)  # type: ignore[no-untyped-call]
+    output = output.view(x.shape)
+    magnitudes.mark(output)
+    return output, gradients
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_magnitudes_of_add_norm_are_known(
+    dtype: torch.dtype, probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, residual, weight, bias = (
+        torch.randn(*shape, device=DEVICE, dtype=dtype).requires_grad_()
+        for shape in ((70, 2, 40), (70, 2, 40), (40,), (40,))
+    )
+    output, gradients = _linear(x)
+    total, normed = add_norm(output, bias, residual, weight, None, 1e-5, probability)
+    _assert_known(normed.flatten(0, 1), monkeypatch)
+    torch.autograd.backward((total, normed), (torch.randn_like(total), torch.randn_like(normed)))
+    _assert_known(gradients[0], monkeypatch)
+
+
+def test_magnitudes_of_swiglu_and_rope_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(70, 2, 96, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    output, gradients = _linear(x)
+    activated = swiglu(output.view(-1, 96))
+    _assert_known(activated.view(70, 2, 48), monkeypatch)
+    activated.backward(torch.randn_like(activated))
+    _assert_known(gradients[0], monkeypatch)
+
+    output, gradients = _linear(x)
+    angles = _angles(70, 1, 8)
+    parts = split_and_rotate(output.view(70, 2, 3, 32), angles, angles, [16, 8, 8])
+    torch.autograd.backward(parts, [torch.randn_like(part) for part in parts])
+    _assert_known(gradients[0], monkeypatch)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -3e38])
+def test_nonfinite_elements_are_the_largest(value: float) -> None:
+    x = torch.randn(9, 64, device=DEVICE)
+    x[4, 3] = value
+    x[4, 35] = 1e30
+    activated = swiglu(x)
+    got = magnitudes.largest_magnitude(activated)
+    assert hasattr(activated, "known_magnitude")
+    torch.testing.assert_close(got, activated.abs().max().reshape(1), equal_nan=True)
+
+
+def test_magnitude_of_changed_values_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = _read_again(monkeypatch)
+    activated = swiglu(torch.randn(6, 64, device=DEVICE))
+    assert torch.equal(magnitudes.largest_magnitude(activated), activated.abs().max().reshape(1))
+    assert not read
+    part = activated[:3]
+    assert torch.equal(magnitudes.largest_magnitude(part), part.abs().max().reshape(1))
+    activated.view(3, 64).mul_(2.0)  # through a view
+    assert torch.equal(magnitudes.largest_magnitude(activated), activated.abs().max().reshape(1))
+    activated.data = torch.randn_like(activated)
+    assert torch.equal(magnitudes.largest_magnitude(activated), activated.abs().max().reshape(1))
+    assert len(read) == 3
+
+
+def test_gradient_that_autograd_sums_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 64, device=DEVICE).requires_grad_()
+    output, gradients = _linear(x)
+    read = _read_again(monkeypatch)
+    (swiglu(output).sum() + 100.0 * output.sum()).backward()
+    expected = gradients[0].abs().max().reshape(1)
+    assert expected > 90.0
+    assert torch.equal(magnitudes.largest_magnitude(gradients[0]), expected)
+    assert len(read) == 1
+
+
+def test_unmarked_input_is_not_measured() -> None:
+    x = _random(7, 2, 40)
+    _, normed = add_norm(x, None, x, torch.ones(40, device=DEVICE), None, 1e-5, 0.0)
+    assert not hasattr(normed, "known_magnitude")
