@@ -3,13 +3,18 @@
 Only the order of additions differs, so the tolerance is a few units in the last place of float32.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from triton.runtime import interpreter
@@ -25,6 +30,8 @@ from lightning_megatron.engine.ops.triton.head_norm import head_norm
 from lightning_megatron.engine.ops.triton.norms import add_norm
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
 from lightning_megatron.engine.ops.triton.swiglu import swiglu
+from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, replacements
+from lightning_megatron.engine.runtime import emulated_cuda, patched
 
 DEVICE = os.environ.get("KERNELS_DEVICE", "cpu")
 
@@ -422,7 +429,8 @@ def _read_again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def spy(x: Tensor, *options: Any, **named: Any) -> Tensor:
         tensors.append(x)
-        return read(x, *options, **named)
+        largest: Tensor = read(x, *options, **named)
+        return largest
 
     monkeypatch.setattr(torch.linalg, "vector_norm", spy)
     return tensors
@@ -531,3 +539,92 @@ def test_unmarked_input_is_not_measured() -> None:
     x = _random(7, 2, 40)
     _, normed = add_norm(x, None, x, torch.ones(40, device=DEVICE), None, 1e-5, 0.0)
     assert not hasattr(normed, "known_magnitude")
+
+
+# ---- a layer of linears ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _megatron() -> Iterator[None]:
+    """One rank of tensor parallelism, on the CPU by gloo."""
+    with contextlib.ExitStack() as stack:
+        if DEVICE == "cpu":
+            stack.enter_context(emulated_cuda())
+        stack.enter_context(patched(replacements(WEIGHT_GRADIENTS)))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _fp8_linear(
+    kind: type[ColumnParallelLinear | RowParallelLinear], rows: int, columns: int
+) -> Any:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=True,
+        use_cpu_initialization=DEVICE == "cpu",
+    )
+    options: dict[str, Any] = {"gather_output": False}
+    if kind is RowParallelLinear:
+        options = {"input_is_parallel": True}
+    linear: Any = kind(
+        columns,
+        rows,
+        config=config,
+        init_method=torch.nn.init.normal_,
+        bias=False,
+        skip_bias_add=True,
+        **options,
+    )
+    linear.weight.main_grad = torch.zeros(rows, columns, device=DEVICE)
+    linear._forward_impl = fp8.Fp8Linear(linear)
+    return linear
+
+
+@pytest.mark.usefixtures("_megatron")
+def test_fp8_linears_of_a_layer_read_only_what_attention_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = (16, 2)
+    fc1 = _fp8_linear(ColumnParallelLinear, 192, 64)
+    fc2 = _fp8_linear(RowParallelLinear, 64, 96)
+    qkv = _fp8_linear(ColumnParallelLinear, 96, 64)
+    proj = _fp8_linear(RowParallelLinear, 64, 64)
+    weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
+    angles = _angles(16, 1, 16)
+    x, upstream = (torch.randn(*tokens, 64, device=DEVICE).bfloat16() for _ in range(2))
+    results: list[list[Tensor]] = []
+
+    def run() -> list[Tensor]:
+        """Addends of MLP and attention, twice as microbatches of a step; returns all gradients."""
+        linears = [fc1, fc2, qkv, proj]
+        inputs = x.clone().requires_grad_()
+        with fp8.quantized_weights([linear._forward_impl for linear in linears]):
+            for _ in range(2):
+                hidden = fc2(swiglu(fc1(inputs)[0].view(-1, 192)).view(*tokens, 96))[0]
+                total, normed = add_norm(hidden, None, inputs, weight, None, 1e-5, 0.0)
+                mixed = qkv(normed)[0].view(*tokens, 1, 96)
+                query, key, value = split_and_rotate(mixed, angles, angles, [64, 16, 16])
+                attended = query.flatten(2) + (key + value).flatten(2).repeat(1, 1, 4)
+                total, normed = add_norm(proj(attended)[0], None, total, weight, None, 1e-5, 0.0)
+                torch.autograd.backward((total, normed), (upstream, upstream))
+        return [*(linear.weight.main_grad.clone() for linear in linears), inputs.grad]
+
+    with monkeypatch.context() as patch:
+        read = _read_again(patch)
+        results.append(run())
+    # Four weights once; the input and what attention computes, which none of these kernels wrote, in each microbatch.
+    assert len(read) == 4 + 2 * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(magnitudes, "attach", lambda x, bits: None)
+        read = _read_again(patch)
+        results.append(run())
+    assert len(read) == 4 + 2 * 8
+    for known, read_again in zip(*results, strict=True):
+        assert torch.equal(known, read_again)
