@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.engine.ops import fp8
+from lightning_megatron.engine.ops.cublaslt import add_product
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.checks import check_fp8
 from tests.models import LLAMA
@@ -304,6 +305,25 @@ def test_unaligned_or_bf16_gradient_buffer_gets_the_same_gradient() -> None:
         torch.bfloat16,
     )
     assert relative_error(in_bf16["dw"].float(), aligned["dw"]) < ROUNDED
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("shape", [(96, 64, 32), (6144, 4096, 8192)], ids=str)
+def test_product_is_added_in_the_epilogue(shape: tuple[int, int, int]) -> None:
+    n, m, tokens = shape
+    gradient = fp8.quantize(torch.randn(tokens, n, device="cuda").bfloat16(), fp8.E5M2)
+    inputs = fp8.quantize(torch.randn(tokens, m, device="cuda").bfloat16(), fp8.E4M3)
+    total = torch.randn(n, m, device="cuda")
+    left = gradient.columns.double() * gradient.scale
+    right = inputs.columns.double() * inputs.scale
+    expected = total + left @ right.t()
+    scales = (gradient.scale, inputs.scale)
+    assert add_product(total, gradient.columns, inputs.columns, scales, fast=False)
+    assert relative_error(total, expected.float()) < EXACT * 10
+    # Not aligned as cuBLASLt assumes: left to the caller.
+    shifted = torch.zeros(n * m + 1, device="cuda")[1:].view(n, m)
+    assert not add_product(shifted, gradient.columns, inputs.columns, scales, fast=False)
+    assert not shifted.any()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
