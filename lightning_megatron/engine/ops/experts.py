@@ -303,18 +303,42 @@ class _GroupedMatmul(torch.autograd.Function):
             d_tokens = F.grouped_mm(gradient, weights, offs=ends)
         if not ctx.needs_input_grad[1]:
             return d_tokens, None, None
-        d_weights = F.grouped_mm(gradient.t(), tokens, offs=ends)
-        if hasattr(weights, "main_grad"):
-            if d_weights.is_cuda:
-                # Imported here: Triton is on GPUs only.
-                from lightning_megatron.engine.ops.triton.experts import add_to
+        if not hasattr(weights, "main_grad"):
+            return d_tokens, F.grouped_mm(gradient.t(), tokens, offs=ends), None
+        _add_weight_gradient(gradient, tokens, ends, weights.main_grad)
+        # Megatron's hook requires a gradient, and then ignores it.
+        weights.grad_added_to_main_grad = True
+        return d_tokens, torch.empty_like(weights), None
 
-                add_to(weights.main_grad, d_weights)
-            else:
-                weights.main_grad.add_(d_weights)
-            # Megatron's hook requires a gradient, and then ignores it.
-            weights.grad_added_to_main_grad = True
-        return d_tokens, d_weights, None
+
+def _add_weight_gradient(
+    gradient: Tensor,
+    tokens: Tensor,
+    ends: Tensor,
+    main_grad: Tensor,
+) -> None:
+    """Add to each expert's matrix of ``main_grad``, [experts/ep, rows, columns], the product of its rows.
+
+    Args:
+        gradient: [n, rows], contiguous, sorted by expert.
+        tokens: [n, columns], likewise.
+        ends: [experts/ep], int32: end of each expert's rows.
+        main_grad: In the dtype of ``tokens`` or float32.
+    """
+    if not main_grad.is_cuda:
+        main_grad.add_(F.grouped_mm(gradient.t(), tokens, offs=ends))
+        return
+    # Imported here: Triton is on GPUs only.
+    from lightning_megatron.engine.ops.triton.experts import add_to
+    from lightning_megatron.engine.ops.triton.grouped_gradient import (
+        add_grouped_gradient,
+        can_add_grouped_gradient,
+    )
+
+    if can_add_grouped_gradient(gradient, tokens, main_grad):
+        add_grouped_gradient(gradient, tokens, ends, main_grad)
+    else:
+        add_to(main_grad, F.grouped_mm(gradient.t(), tokens, offs=ends))
 
 
 def grouped_matmul(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -24,6 +24,63 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How experts are chosen."""
+
+    topk: int
+    is_sigmoid: bool
+    """Scores are sigmoids of the logits; otherwise their softmax."""
+    is_normalized: bool
+    """The chosen scores are divided by their sum."""
+    min_sum: float
+    """Smallest sum by which they are divided."""
+    scale: float
+    """Factor of all probabilities."""
+
+
+class Gating(torch.autograd.Function):
+    """Logits of bf16 tokens, fp32, by tensor cores.
+
+    Products of bf16 numbers are exact in fp32 and summed in fp32, so that converting tokens and weights to fp32 first,
+    as Megatron does without Transformer Engine, gains no digit; but fp32 products run without tensor cores. The
+    gradient of the logits is split into two bf16 numbers, whose sum has 16 of its 24 bits: one product has both.
+
+    FIGURE
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Multiply [n, h] by [experts, h]: [n, experts]."""
+        ctx.save_for_backward(tokens, weight)
+        return _wide_product(tokens, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of tokens and weight."""
+        tokens, weight = ctx.saved_tensors
+        (gradient,) = upstream
+        n, experts = gradient.shape
+        parts = tokens.new_empty(n, 2, experts)
+        parts[:, 0] = gradient
+        parts[:, 1] = gradient - parts[:, 0]
+        parts = parts.view(n, 2 * experts)
+        d_tokens = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_tokens = parts @ torch.cat((weight, weight))
+        if ctx.needs_input_grad[1]:
+            sums = _wide_product(parts.t(), tokens)
+            d_weight = (sums[:experts] + sums[experts:]).to(weight.dtype)
+        return d_tokens, d_weight
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Product of 16-bit matrices in fp32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 class Router(TopKRouter):
     """Top-k router in fp32: softmax over all experts, or sigmoids.
 
@@ -74,12 +131,30 @@ class Router(TopKRouter):
                 device=torch.cuda.current_device(),
             )
             self.register_buffer("expert_bias", zeros)
-        self._min_topk_sum = min_topk_sum
+        scaling_factor = self.config.moe_router_topk_scaling_factor
+        self._routing = Routing(
+            topk=self.topk,
+            is_sigmoid=self.score_function == "sigmoid",
+            is_normalized=not self.config.moe_router_pre_softmax,
+            min_sum=min_topk_sum,
+            scale=1.0 if scaling_factor is None else scaling_factor,
+        )
         frequency = self.config.moe_layer_freq
         self._num_layers: int = self.config.num_layers
         if isinstance(frequency, list):
             self._num_layers = sum(frequency)
         self.num_tokens: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits of tokens, [s or s/tp, b, experts], fp32, of ``input`` [s or s/tp, b, h]."""
+        has_kernel = input.is_cuda and input.dtype is self.weight.dtype is torch.bfloat16
+        if not has_kernel:
+            wide: Tensor = super().gating(input)
+            return wide
+        logits: Tensor = Gating.apply(input.flatten(0, -2), self.weight)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        return logits.view(*input.shape[:-1], -1)
 
     def routing(
         self,
@@ -97,24 +172,47 @@ class Router(TopKRouter):
             [tokens, topk].
         """
         logits = logits.view(-1, logits.shape[-1]).float()
-        is_sigmoid = self.score_function == "sigmoid"
-        scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
-        experts = torch.topk(self._selection_scores(scores), self.topk, dim=-1).indices
+        is_padding = None
+        if padding_mask is not None:
+            is_padding = padding_mask.reshape(-1)
+        trains = self.training and torch.is_grad_enabled() and self.num_tokens is not None
+        if logits.is_cuda and self._has_kernel:
+            # Imported here: Triton is on GPUs only.
+            from lightning_megatron.engine.ops.triton.router import route
+
+            routed = route(logits, self.expert_bias, is_padding, self._routing)
+            probs = routed.probs
+            if trains:
+                probs = self._attach_aux_loss(probs, routed.score_sums, routed.counts[None])
+            return probs, routed.experts
+        probs, experts, scores = self._choose(logits)
+        if trains:
+            probs = self._attach_aux_loss(probs, *self._sums(scores, experts, is_padding))
+        return probs, experts
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Whether one Triton kernel routes on a GPU: not by groups, nor by a softmax with a selection bias."""
+        has_biased_softmax = self.expert_bias is not None and self.score_function == "softmax"
+        return self.config.moe_router_num_groups is None and not has_biased_softmax
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities and experts of each token, [tokens, topk], and its scores, [tokens, experts]."""
+        routing = self._routing
+        scores = torch.sigmoid(logits) if routing.is_sigmoid else torch.softmax(logits, dim=-1)
+        experts = torch.topk(self._selection_scores(scores), routing.topk, dim=-1).indices
         probs = scores.gather(1, experts)
-        if is_sigmoid:
+        if routing.is_sigmoid:
             # For the auxiliary loss, as in Megatron.
             scores = scores / scores.sum(dim=-1, keepdim=True)
-        if not self.config.moe_router_pre_softmax:
+        if routing.is_normalized:
             total = probs.sum(dim=-1, keepdim=True)
-            if self._min_topk_sum > 0.0:
-                total = total.clamp(min=self._min_topk_sum)
+            if routing.min_sum > 0.0:
+                total = total.clamp(min=routing.min_sum)
             probs = probs / total
-        scaling_factor = self.config.moe_router_topk_scaling_factor
-        if scaling_factor not in (None, 1.0):
-            probs = probs * scaling_factor
-        if self.training and torch.is_grad_enabled() and self.num_tokens is not None:
-            probs = self._attach_aux_loss(probs, scores, experts, padding_mask)
-        return probs, experts
+        if routing.scale != 1.0:
+            probs = probs * routing.scale
+        return probs, experts, scores
 
     @torch.no_grad()
     def _selection_scores(self, scores: Tensor) -> Tensor:
@@ -130,30 +228,43 @@ class Router(TopKRouter):
         is_outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, chosen, False)
         return groups.masked_fill(is_outside[..., None], -torch.inf).view_as(scores)
 
-    def _attach_aux_loss(
+    def _sums(
         self,
-        probs: Tensor,
         scores: Tensor,
         experts: Tensor,
-        padding_mask: Tensor | None,
-    ) -> Tensor:
-        """Return ``probs`` with the backward pass of the auxiliary loss attached."""
-        assert self.num_tokens is not None
+        is_padding: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the tokens that are not padding, for the auxiliary loss.
+
+        Returns:
+            The sum of scores, [experts], and the number of tokens for which each expert is chosen, [1, experts], fp32;
+            [2, experts] if the auxiliary loss counts other choices.
+        """
         choices = [experts]
         if self.expert_bias is not None and self.score_function == "softmax":
             choices.append(torch.topk(scores, self.topk, dim=-1).indices)
         is_token = None
-        if padding_mask is not None:
-            is_token = ~padding_mask.reshape(-1, 1)
+        if is_padding is not None:
+            is_token = ~is_padding[:, None]
             scores = scores * is_token
         all_counts = torch.stack([self._count(choice, is_token) for choice in choices])
+        return scores.sum(dim=0), all_counts
+
+    def _attach_aux_loss(
+        self,
+        probs: Tensor,
+        score_sums: Tensor,
+        all_counts: Tensor,
+    ) -> Tensor:
+        """Return ``probs`` with the backward pass of the auxiliary loss attached; see ``_sums``."""
+        assert self.num_tokens is not None
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(all_counts, group=self.tp_cp_group)
         counts = all_counts[0]
         balanced = all_counts[-1]
         share = balanced * self.topk / balanced.sum().clamp(min=1.0)
         factor = self.config.moe_aux_loss_coeff * self.config.num_moe_experts / self._num_layers
-        product = (share * scores.sum(dim=0)).sum()
+        product = (share * score_sums).sum()
         loss = factor * product / self.num_tokens
         self.load[0] += loss.detach()
         if self.tp_cp_group.rank() == 0:

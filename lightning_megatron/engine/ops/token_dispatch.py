@@ -51,10 +51,16 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     """Sort rows by their destinations, without host synchronization.
 
     Args:
-        destinations: [n, k]: from 0; ``count`` or more for none.
+        destinations: [n, k], int64: from 0, different within a row; ``count`` or more for none.
         count: Number of destinations.
         total: Number of elements of ``destinations`` that are less than ``count``.
     """
+    if destinations.is_cuda:
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.row_order import MAX_DESTINATIONS, sorted_order
+
+        if count <= MAX_DESTINATIONS:
+            return Permutation(*sorted_order(destinations, count, total))
     keys, order = destinations.flatten().to(torch.int16).sort(stable=True)
     indices = torch.arange(len(order), device=order.device)
     positions = torch.empty_like(order).scatter_(0, order, indices)

@@ -1,0 +1,150 @@
+"""Counting sort of rows by their destinations, in two kernels.
+
+torch sorts keys by radix, and six more kernels invert the order and find the ends. A row has few destinations and there
+are few of them, so that each program counts those of its rows, and a second kernel adds up the counts of the programs
+before it and writes every index once. The order is the stable one, whatever the programs' order.
+
+FIGURE
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 64
+"""Per program."""
+_COUNTS = 32
+"""Programs whose counts are read at once."""
+_WARPS = 4
+MAX_DESTINATIONS = 512
+"""More would not fit in a program's registers. FIGURE"""
+
+
+@triton.jit
+def _goes_to(destinations, row, column, exists, CHOICES: tl.constexpr, COUNT: tl.constexpr):
+    """Whether a row has a destination: [rows, columns], int32."""
+    goes = tl.zeros((row.shape[0], column.shape[0]), tl.int1)
+    for i in tl.static_range(CHOICES):
+        destination = tl.load(destinations + row * CHOICES + i, exists, COUNT)
+        goes = goes | (destination[:, None] == column[None, :])
+    return (goes & (column < COUNT)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _count(
+    destinations,
+    counts,
+    rows,
+    CHOICES: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    goes = _goes_to(destinations, row, column, row < rows, CHOICES, COUNT)
+    tl.store(counts + tl.program_id(0) * COUNT + column, tl.sum(goes, 0), column < COUNT)
+
+
+@triton.jit
+def _place(
+    destinations,
+    counts,
+    positions,
+    sources,
+    assignments,
+    ends,
+    rows,
+    total,
+    CHOICES: tl.constexpr,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    all_counts = tl.zeros((COLUMNS,), tl.int32)
+    before = tl.zeros((COLUMNS,), tl.int32)
+    for first in tl.range(0, tl.num_programs(0), COUNTS):
+        other = first + tl.arange(0, COUNTS)
+        inside = (other < tl.num_programs(0))[:, None] & (column < COUNT)[None, :]
+        count = tl.load(counts + other[:, None] * COUNT + column[None, :], inside, 0)
+        all_counts += tl.sum(count, 0)
+        before += tl.sum(tl.where((other < program)[:, None], count, 0), 0)
+    end = tl.cumsum(all_counts, 0)
+    if program == 0:
+        tl.store(ends + column, end, column < COUNT)
+    row = program * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    goes = _goes_to(destinations, row, column, exists, CHOICES, COUNT)
+    rank = tl.cumsum(goes, 0) - goes
+    place = (end - all_counts + before)[None, :] + rank
+    for i in tl.static_range(CHOICES):
+        destination = tl.load(destinations + row * CHOICES + i, exists, COUNT)
+        is_this = destination[:, None] == column[None, :]
+        position = tl.sum(tl.where(is_this, place, 0), 1)
+        has_destination = exists & (destination < COUNT)
+        assignment = row * CHOICES + i
+        tl.store(positions + assignment, tl.where(has_destination, position, total), exists)
+        tl.store(sources + position, row, has_destination)
+        tl.store(assignments + position, assignment, has_destination)
+
+
+def sorted_order(
+    destinations: Tensor,
+    count: int,
+    total: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Order of rows by destination, without host synchronization.
+
+    Args:
+        destinations: [n, k], int64, from 0, different within a row; ``count`` or more for none.
+        count: Number of destinations, at most ``MAX_DESTINATIONS``.
+        total: Number of elements of ``destinations`` that are less than ``count``.
+
+    Returns:
+        The source row and the assignment at each position, [total], int64; the position of each assignment, ``total``
+        for those without a destination, [n, k], int64; and the end of each destination's positions, [count], int32.
+    """
+    destinations = destinations.contiguous()
+    rows, choices = destinations.shape
+    sources = destinations.new_empty(total)
+    assignments = destinations.new_empty(total)
+    positions = torch.empty_like(destinations)
+    if rows == 0:
+        return sources, assignments, positions, destinations.new_zeros(count, dtype=torch.int32)
+    ends = destinations.new_empty(count, dtype=torch.int32)
+    programs = triton.cdiv(rows, _ROWS)
+    counts = destinations.new_empty(programs, count, dtype=torch.int32)
+    sizes = {
+        "CHOICES": choices,
+        "COUNT": count,
+        "COLUMNS": triton.next_power_of_2(count),
+        "ROWS": _ROWS,
+    }
+    _count[(programs,)](
+        destinations,
+        counts,
+        rows,
+        **sizes,
+        num_warps=_WARPS,
+    )
+    _place[(programs,)](
+        destinations,
+        counts,
+        positions,
+        sources,
+        assignments,
+        ends,
+        rows,
+        total,
+        **sizes,
+        COUNTS=_COUNTS,
+        num_warps=_WARPS,
+    )
+    return sources, assignments, positions, ends
