@@ -29,19 +29,23 @@ def _scores(logits, row, column, inside, EXPERTS: tl.constexpr, SIGMOID: tl.cons
     """Scores of tokens, [tokens, columns]; 0 behind the last expert."""
     offset = row[:, None] * EXPERTS + column[None, :]
     logit = tl.load(logits + offset, inside, 0.0)
+    is_expert = (column < EXPERTS)[None, :]
     if SIGMOID:
-        return tl.where((column < EXPERTS)[None, :], 1.0 / (1.0 + tl.exp(-logit)), 0.0)
-    logit = tl.where((column < EXPERTS)[None, :], logit, float("-inf"))
-    exponential = tl.exp(logit - tl.max(logit, 1)[:, None])
-    return exponential / tl.sum(exponential, 1)[:, None]
+        score = tl.where(is_expert, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+    else:
+        logit = tl.where(is_expert, logit, float("-inf"))
+        score = tl.exp(logit - tl.max(logit, 1)[:, None])
+        score /= tl.sum(score, 1)[:, None]
+    return score
 
 
 @triton.jit
 def _counted(is_padding, row, exists):
     """Whether tokens count in sums over tokens, [tokens]."""
-    if is_padding is None:
-        return exists
-    return exists & (tl.load(is_padding + row, exists, 1) == 0)
+    counted = exists
+    if is_padding is not None:
+        counted = counted & (tl.load(is_padding + row, exists, 1) == 0)
+    return counted
 
 
 @triton.jit

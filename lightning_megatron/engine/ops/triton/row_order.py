@@ -19,19 +19,9 @@ _ROWS = 64
 """Per program."""
 _COUNTS = 32
 """Programs whose counts are read at once."""
-_WARPS = 4
-MAX_DESTINATIONS = 512
-"""More would not fit in a program's registers. FIGURE"""
-
-
-@triton.jit
-def _goes_to(destinations, row, column, exists, CHOICES: tl.constexpr, COUNT: tl.constexpr):
-    """Whether a row has a destination: [rows, columns], int32."""
-    goes = tl.zeros((row.shape[0], column.shape[0]), tl.int1)
-    for i in tl.static_range(CHOICES):
-        destination = tl.load(destinations + row * CHOICES + i, exists, COUNT)
-        goes = goes | (destination[:, None] == column[None, :])
-    return (goes & (column < COUNT)[None, :]).to(tl.int32)
+_WARPS = 8
+MAX_DESTINATIONS = 256
+"""A program holds a number for each of its rows and destinations in registers."""
 
 
 @triton.jit
@@ -43,11 +33,15 @@ def _count(
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(0) * ROWS * CHOICES
+    element = tl.arange(0, ELEMENTS)
+    inside = (element < ROWS * CHOICES) & (begin + element < rows * CHOICES)
+    destination = tl.load(destinations + begin + element, inside, COUNT).to(tl.int32)
+    count = tl.histogram(destination, COLUMNS, inside & (destination < COUNT))
     column = tl.arange(0, COLUMNS)
-    goes = _goes_to(destinations, row, column, row < rows, CHOICES, COUNT)
-    tl.store(counts + tl.program_id(0) * COUNT + column, tl.sum(goes, 0), column < COUNT)
+    tl.store(counts + tl.program_id(0) * COUNT + column, count, column < COUNT)
 
 
 @triton.jit
@@ -81,7 +75,10 @@ def _place(
         tl.store(ends + column, end, column < COUNT)
     row = program * ROWS + tl.arange(0, ROWS)
     exists = row < rows
-    goes = _goes_to(destinations, row, column, exists, CHOICES, COUNT)
+    goes = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for i in tl.static_range(CHOICES):
+        destination = tl.load(destinations + row * CHOICES + i, exists, COUNT)
+        goes += (destination[:, None] == column[None, :]).to(tl.int32)
     rank = tl.cumsum(goes, 0) - goes
     place = (end - all_counts + before)[None, :] + rank
     for i in tl.static_range(CHOICES):
@@ -132,6 +129,7 @@ def sorted_order(
         counts,
         rows,
         **sizes,
+        ELEMENTS=triton.next_power_of_2(_ROWS * choices),
         num_warps=_WARPS,
     )
     _place[(programs,)](
