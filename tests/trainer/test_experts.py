@@ -101,25 +101,22 @@ def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str
 def test_sigmoid_routing_equals_megatron(groups: tuple[int, int] | None) -> None:
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from lightning_megatron.engine.ops.router import Router
+    from lightning_megatron.engine.ops.router import Router, Routing
 
     logits = torch.randn(50, 8)
     bias = torch.randn(8)
     num_groups, topk_groups = groups or (None, None)
     config = SimpleNamespace(
-        moe_router_pre_softmax=False,
-        moe_router_topk_scaling_factor=2.5,
         moe_router_num_groups=num_groups,
         moe_router_group_topk=topk_groups,
     )
     router: Any = SimpleNamespace(
-        topk=4,
         expert_bias=bias,
-        score_function="sigmoid",
-        _min_topk_sum=0.0,
         training=False,
         config=config,
     )
+    router._routing = Routing(topk=4, is_sigmoid=True, is_normalized=True, min_sum=0.0, scale=2.5)
+    router._choose = partial(Router._choose, router)
     router._selection_scores = partial(Router._selection_scores, router)
     probs, chosen = Router.routing(router, logits)
     # Megatron's groups count with their topk / topk_groups = 2 largest scores.

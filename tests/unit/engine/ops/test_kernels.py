@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_megatron.engine.ops.experts import grouped_matmul
 from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
+from lightning_megatron.engine.ops.router import Gating
 from lightning_megatron.engine.ops.token_dispatch import Dispatcher
 from lightning_megatron.models.gpt import mask_padded_vocab_
 from tests.marks import on_gpus
@@ -183,3 +184,23 @@ def test_loss_keeps_no_float32_copy_of_the_logits(world: Any) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         token_losses(logits.requires_grad_(), labels, world)
     assert [x.dtype for x in saved if x.shape == logits.shape] == [torch.bfloat16]
+
+
+# ---- router ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_bfloat16_tokens_are_as_exact_as_float32(device: str) -> None:
+    tokens = torch.randn(50, 64, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(16, 64, device=device).bfloat16().requires_grad_()
+    upstream = torch.randn(50, 16, device=device)
+    logits = Gating.apply(tokens, weight)
+    gradients = torch.autograd.grad(logits, (tokens, weight), upstream)
+    exact = tokens.double() @ weight.double().t()
+    exact_gradients = torch.autograd.grad(exact, (tokens, weight), upstream.double())
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(logits, exact.float(), rtol=1e-5, atol=1e-5)
+    for got, expected in zip(gradients, exact_gradients, strict=True):
+        # With upstream gradients rounded to bf16 two fifths would differ.
+        assert (got == expected).float().mean() > 0.98
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-4)

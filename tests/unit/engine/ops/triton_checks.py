@@ -22,13 +22,18 @@ from triton.runtime import interpreter
 from lightning_megatron.engine.ops import fp8, loss, magnitudes
 from lightning_megatron.engine.ops.adam import FusedAdam
 from lightning_megatron.engine.ops.norms import Norm
+from lightning_megatron.engine.ops.router import Routing
+from lightning_megatron.engine.ops.token_dispatch import sort_rows
 from lightning_megatron.engine.ops.triton import cross_entropy
 from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
 from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
 from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
+from lightning_megatron.engine.ops.triton.grouped_gradient import add_grouped_gradient
 from lightning_megatron.engine.ops.triton.head_norm import head_norm
 from lightning_megatron.engine.ops.triton.norms import add_norm
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
+from lightning_megatron.engine.ops.triton.router import route
+from lightning_megatron.engine.ops.triton.row_order import sorted_order
 from lightning_megatron.engine.ops.triton.swiglu import swiglu
 from lightning_megatron.engine.patches import WEIGHT_GRADIENTS, replacements
 from lightning_megatron.engine.runtime import emulated_cuda, patched
@@ -50,6 +55,30 @@ def _patch_interpreter_loops(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
+
+
+def _add_to_block(
+    builder: Any,
+    kind: Any,
+    descriptor: Any,
+    value: Any,
+    indices: Any,
+) -> None:
+    del kind  # the only one used is addition
+    pointers, mask = descriptor.materialize_pointers(indices)
+    old = builder.create_descriptor_load(descriptor, indices, None, None)
+    builder.create_masked_store(pointers, builder.create_fadd(old, value), mask, None, None)
+
+
+@pytest.fixture(autouse=True)
+def _patch_interpreter_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add to memory by descriptors, which Triton 3.7's interpreter cannot."""
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_descriptor_reduce",
+        _add_to_block,
+        raising=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +200,141 @@ def test_bfloat16_is_added_to_float32() -> None:
     expected = total + x
     add_to(total, x)
     assert torch.equal(total, expected)
+
+
+# ---- gradients of experts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "columns"),
+    [
+        ((70, 0, 64, 1, 130), 192, 136),  # more than a tile, and not a whole number of them
+        ((5, 3), 128, 256),
+        ((0, 0), 8, 8),
+    ],
+)
+def test_gradients_of_experts_are_added_in_float32(
+    counts: tuple[int, ...],
+    rows: int,
+    columns: int,
+) -> None:
+    # Triton's interpreter multiplies no bf16.
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    ends = torch.tensor(counts).cumsum(0).to(DEVICE, torch.int32)
+    num_rows = sum(counts) + 7
+    gradients = torch.randn(num_rows, rows, device=DEVICE).to(dtype)
+    tokens = torch.randn(num_rows, columns, device=DEVICE).to(dtype)
+    for unwritten in (gradients, tokens):
+        unwritten[sum(counts) :] = torch.nan
+    total = torch.randn(len(counts), rows, columns, device=DEVICE)
+    expected = total.clone()
+    begin = 0
+    for expert, count in enumerate(counts):
+        of_expert = slice(begin, begin + count)
+        expected[expert] += gradients[of_expert].float().t() @ tokens[of_expert].float()
+        begin += count
+    add_grouped_gradient(gradients, tokens, ends, total)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
+
+
+# ---- router ----------------------------------------------------------------------------------------------------------
+
+
+def _routed(
+    logits: Tensor,
+    bias: Tensor | None,
+    is_padding: Tensor | None,
+    routing: Routing,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``route`` returns, by torch."""
+    scores = torch.sigmoid(logits) if routing.is_sigmoid else logits.softmax(-1)
+    selection = scores if bias is None else scores + bias
+    experts = selection.topk(routing.topk).indices
+    probs = scores.gather(1, experts)
+    if routing.is_sigmoid:
+        scores = scores / scores.sum(-1, keepdim=True)
+    if routing.is_normalized:
+        probs = probs / probs.sum(-1, keepdim=True).clamp(min=routing.min_sum)
+    is_token = torch.ones(len(logits), 1, device=DEVICE)
+    if is_padding is not None:
+        is_token[is_padding] = 0.0
+    chosen = torch.zeros_like(logits).scatter(1, experts, 1.0)
+    return (
+        probs * routing.scale,
+        experts,
+        (scores * is_token).sum(0),
+        (chosen * is_token).sum(0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "routing", "has_bias", "has_padding"),
+    [
+        (70, 12, Routing(topk=3, is_sigmoid=False, is_normalized=True, min_sum=0.0, scale=1.0), False, True),
+        (40, 128, Routing(topk=8, is_sigmoid=True, is_normalized=True, min_sum=1e-20, scale=2.5), True, True),
+        (33, 16, Routing(topk=1, is_sigmoid=False, is_normalized=False, min_sum=0.0, scale=1.0), False, False),
+        # Of some tokens the divisor is the smallest one.
+        (50, 8, Routing(topk=4, is_sigmoid=True, is_normalized=True, min_sum=2.6, scale=1.0), True, False),
+    ],
+)  # fmt: skip
+def test_routing_equals_torch(
+    tokens: int,
+    experts: int,
+    routing: Routing,
+    has_bias: bool,
+    has_padding: bool,
+) -> None:
+    logits = _random(tokens, experts)
+    bias = torch.randn(experts, device=DEVICE) if has_bias else None
+    is_padding = torch.rand(tokens, device=DEVICE) < 0.3 if has_padding else None
+    got = route(logits, bias, is_padding, routing)
+    expected = _routed(logits, bias, is_padding, routing)
+    assert torch.equal(got.experts, expected[1])
+    assert torch.equal(got.counts, expected[3])
+    _assert_same(
+        (got.probs, got.score_sums[None]),
+        (expected[0], expected[2][None]),
+        [logits],
+    )
+
+
+def test_equal_and_undefined_scores_choose_different_experts() -> None:
+    logits = torch.zeros(2, 6, device=DEVICE)
+    logits[0, 3] = 1.0
+    logits[1] = torch.nan
+    routing = Routing(topk=3, is_sigmoid=False, is_normalized=True, min_sum=0.0, scale=1.0)
+    probs, experts, *_ = route(logits, None, None, routing)
+    assert experts.tolist() == [[3, 0, 1], [0, 1, 2]]
+    assert probs[1].isnan().all()
+
+
+# ---- order of rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "count", "others"),
+    [
+        (150, 3, 5, 2),
+        (64, 8, 128, 0),
+        (130, 2, 2, 1),
+        (1, 1, 1, 0),
+        (0, 2, 3, 0),
+    ],
+)
+def test_counted_order_is_the_stable_one(
+    rows: int,
+    choices: int,
+    count: int,
+    others: int,
+) -> None:
+    """``others`` destinations are none."""
+    choice = torch.rand(rows, count + others).argsort(1)[:, :choices].clamp(max=count)
+    total = int((choice < count).sum())
+    expected = sort_rows(choice, count, total)  # on the CPU, by torch
+    got = sorted_order(choice.to(DEVICE), count, total)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours.cpu(), theirs)
 
 
 # ---- addition and norm -----------------------------------------------------------------------------------------------
