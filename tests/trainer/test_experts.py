@@ -101,7 +101,8 @@ def test_expert_bias_follows_load_of_global_batch(ranks: int, strategy: dict[str
 def test_sigmoid_routing_equals_megatron(groups: tuple[int, int] | None) -> None:
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from lightning_megatron.engine.ops.router import Router, Routing
+    from lightning_megatron.engine.ops.router import Router
+    from lightning_megatron.engine.ops.routing import Routing
 
     logits = torch.randn(50, 8)
     bias = torch.randn(8)

@@ -23,62 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How experts are chosen."""
-
-    topk: int
-    is_sigmoid: bool
-    """Scores are sigmoids of the logits; otherwise their softmax."""
-    is_normalized: bool
-    """The chosen scores are divided by their sum."""
-    min_sum: float
-    """Smallest sum by which they are divided."""
-    scale: float
-    """Factor of all probabilities."""
-
-
-class Gating(torch.autograd.Function):
-    """Logits of bf16 tokens, fp32, by tensor cores.
-
-    Products of bf16 numbers are exact in fp32 and summed in fp32, so that converting tokens and weights to fp32 first,
-    as Megatron does without Transformer Engine, gains no digit; but fp32 products run without tensor cores. The
-    gradient of the logits is split into two bf16 numbers, whose sum has 16 of its 24 bits: one product has both.
-
-    FIGURE
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Multiply [n, h] by [experts, h]: [n, experts]."""
-        ctx.save_for_backward(tokens, weight)
-        return _wide_product(tokens, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of tokens and weight."""
-        tokens, weight = ctx.saved_tensors
-        (gradient,) = upstream
-        n, experts = gradient.shape
-        parts = tokens.new_empty(n, 2, experts)
-        parts[:, 0] = gradient
-        parts[:, 1] = gradient - parts[:, 0]
-        parts = parts.view(n, 2 * experts)
-        d_tokens = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_tokens = parts @ torch.cat((weight, weight))
-        if ctx.needs_input_grad[1]:
-            sums = _wide_product(parts.t(), tokens)
-            d_weight = (sums[:experts] + sums[experts:]).to(weight.dtype)
-        return d_tokens, d_weight
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Product of 16-bit matrices in fp32."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+from lightning_megatron.engine.ops.gating import Gating
+from lightning_megatron.engine.ops.routing import Routing
 
 
 class Router(TopKRouter):
@@ -147,8 +93,8 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits of tokens, [s or s/tp, b, experts], fp32, of ``input`` [s or s/tp, b, h]."""
-        has_kernel = input.is_cuda and input.dtype is self.weight.dtype is torch.bfloat16
-        if not has_kernel:
+        is_on_gpu = input.is_cuda and self.weight.is_cuda
+        if not is_on_gpu or not input.dtype is self.weight.dtype is torch.bfloat16:
             wide: Tensor = super().gating(input)
             return wide
         logits: Tensor = Gating.apply(input.flatten(0, -2), self.weight)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.engine.ops.router import Routing
+from lightning_megatron.engine.ops.routing import Routing
 
 _TOKENS = 32
 """Per program."""

@@ -10,9 +10,9 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from lightning_megatron.engine.ops.experts import grouped_matmul
+from lightning_megatron.engine.ops.gating import Gating
 from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
-from lightning_megatron.engine.ops.router import Gating
 from lightning_megatron.engine.ops.token_dispatch import Dispatcher
 from lightning_megatron.models.gpt import mask_padded_vocab_
 from tests.marks import on_gpus
@@ -194,7 +194,7 @@ def test_logits_of_bfloat16_tokens_are_as_exact_as_float32(device: str) -> None:
     tokens = torch.randn(50, 64, device=device).bfloat16().requires_grad_()
     weight = torch.randn(16, 64, device=device).bfloat16().requires_grad_()
     upstream = torch.randn(50, 16, device=device)
-    logits = Gating.apply(tokens, weight)
+    logits: Tensor = Gating.apply(tokens, weight)  # type: ignore[no-untyped-call]
     gradients = torch.autograd.grad(logits, (tokens, weight), upstream)
     exact = tokens.double() @ weight.double().t()
     exact_gradients = torch.autograd.grad(exact, (tokens, weight), upstream.double())

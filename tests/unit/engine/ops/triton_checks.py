@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from lightning_megatron.engine.ops import fp8, loss, magnitudes
 from lightning_megatron.engine.ops.adam import FusedAdam
 from lightning_megatron.engine.ops.norms import Norm
-from lightning_megatron.engine.ops.router import Routing
+from lightning_megatron.engine.ops.routing import Routing
 from lightning_megatron.engine.ops.token_dispatch import sort_rows
 from lightning_megatron.engine.ops.triton import cross_entropy
 from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
