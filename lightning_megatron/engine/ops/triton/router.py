@@ -213,7 +213,9 @@ class _Route(torch.autograd.Function):
             CHOICES=triton.next_power_of_2(routing.topk),
             num_warps=_WARPS,
         )
-        score_sums, counts = partial.sum(dim=1)
+        # Not views of one tensor: ``counts`` is all-reduced in place.
+        score_sums = partial[0].sum(dim=0)
+        counts = partial[1].sum(dim=0)
         ctx.save_for_backward(logits, is_padding, experts)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts, counts)
