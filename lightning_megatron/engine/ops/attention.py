@@ -173,7 +173,7 @@ class SDPAttention(MegatronModule):
         mask = attention_mask
         if kind == AttnMaskType.no_mask:
             mask = None
-        sq, _, np, _ = query.shape
+        sq = query.shape[0]
         q = query.permute(1, 2, 0, 3)
         k = key.permute(1, 2, 0, 3)
         v = value.permute(1, 2, 0, 3)
@@ -209,29 +209,39 @@ class SDPAttention(MegatronModule):
             elif attention_bias is not None:
                 added = attention_bias.to(q.dtype)
                 out = _sdpa_with_mask(q, k, v, added, dropout, self.softmax_scale)
-            elif mask is None and is_plain and self.sinks is not None:
-                sinks = self._own_sinks(self.sinks.scores)
-                scale = self.softmax_scale
-                out = attend_with_sinks(q, k, v, sinks, None, causal=causal, scale=scale)
             elif mask is None and self._can_use_flash_attention_4(q, k, v, pattern, dropout):
                 alibi = self._alibi_of(q)
                 out = attend_flash_attention_4(q, k, v, pattern, alibi, self.softmax_scale)
-            elif mask is None and is_plain and v.shape[3] < q.shape[3]:
-                scale = self.softmax_scale
-                out = attend_narrow(q, k, v, causal=causal, dropout=dropout, scale=scale)
             elif mask is None and is_plain:
-                out = F.scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    dropout_p=dropout,
-                    is_causal=causal,
-                    scale=self.softmax_scale,
-                    enable_gqa=np != k.shape[1],
-                )
+                out = self._attend_plain(q, k, v, causal, dropout)
             else:
                 out = self._attend_masked(q, k, v, mask, pattern, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_plain(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        dropout: float,
+    ) -> Tensor:
+        """Attend to all keys, or causally from the first key on: [b, np, sq, hv]."""
+        scale = self.softmax_scale
+        if self.sinks is not None:
+            sinks = self._own_sinks(self.sinks.scores)
+            return attend_with_sinks(q, k, v, sinks, None, causal=causal, scale=scale)
+        if v.shape[3] < q.shape[3]:
+            return attend_narrow(q, k, v, causal=causal, dropout=dropout, scale=scale)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
 
     def _attend_masked(
         self,
