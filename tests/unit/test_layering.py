@@ -174,7 +174,8 @@ def test_functions_and_parameter_lists_are_short() -> None:
         is_method = bool(arguments) and arguments[0].arg in ("self", "cls")
         # Triton kernels take every address as a parameter, as structures cannot be passed to a GPU.
         is_kernel = any(
-            ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list
+            ast.unparse(decorator) in ("triton.jit", "cute.jit")
+            for decorator in function.decorator_list
         )
         if len(arguments) - is_method > MAX_PARAMETERS and not is_kernel:
             many.add(name)
