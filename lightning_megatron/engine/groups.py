@@ -31,6 +31,8 @@ class Topology:
     """The tp x cp x pp ranks of one replica, which work on the same rows."""
     mp_header_group: dist.ProcessGroup
     """The same ranks over gloo: for host messages that must not wait for the GPU."""
+    host_group: dist.ProcessGroup
+    """All ranks over gloo."""
     mp_source: int
     """Global rank of the first rank of ``mp_group`` on every axis: the only one that reads data."""
     last_stage: int
@@ -104,6 +106,7 @@ def initialize(parallel: ParallelConfig, timeout: timedelta) -> Topology:
         dp_group=parallel_state.get_data_parallel_group(),
         mp_group=mp_group,
         mp_header_group=mp_header_group,
+        host_group=host_group(timeout),
         mp_source=min(dist.get_process_group_ranks(mp_group)),
         last_stage=parallel_state.get_pipeline_model_parallel_last_rank(),
     )

@@ -32,6 +32,7 @@ from lightning_megatron.engine.objective import (
 )
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.ops.router import LoadBalance
+from lightning_megatron.engine.ops.token_dispatch import equal_rows
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
@@ -274,7 +275,11 @@ class Schedule:
         linears = self._fp8_linears
         if chunks is not self._chunks:
             linears = fp8_linears(chunks)
+        sequences = shape.micro_batch_size * shape.sequences_per_row
         with contextlib.ExitStack() as stack:
+            if self._configs[0].num_moe_experts is not None:
+                tokens = sequences * shape.seq_length
+                stack.enter_context(equal_rows(chunks, tokens, self._topology.host_group))
             if linears:
                 stack.enter_context(quantized_weights(linears))
             if self._graphs is not None:
@@ -285,7 +290,7 @@ class Schedule:
                 model=chunks if is_interleaved else chunks[0],
                 num_microbatches=shape.num_microbatches,
                 seq_length=shape.seq_length,
-                micro_batch_size=shape.micro_batch_size * shape.sequences_per_row,
+                micro_batch_size=sequences,
                 forward_only=forward_only,
             )
         return reports

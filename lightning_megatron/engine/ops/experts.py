@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
+from lightning_megatron.engine.ops.token_dispatch import has_spare_rows
 
 
 class ExpertBias(torch.nn.Module):
@@ -82,6 +83,7 @@ class GroupedExperts(MegatronModule):
             self.linear_fc1_bias = ExpertBias(self._create_weight(count, rows))
             self.linear_fc2_bias = ExpertBias(self._create_weight(count, hidden))
         self.activation = activation
+        self._has_spare_rows = has_spare_rows(config)
 
     def _create_weight(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
@@ -101,28 +103,57 @@ class GroupedExperts(MegatronModule):
 
         Args:
             tokens: [n, h], sorted by expert.
-            ends: [experts/ep], int32, on the device: end of each expert's tokens.
+            ends: [experts/ep], int32, on the device: end of each expert's tokens. Tokens from the last end on are not
+                computed, and their outputs and gradients hold anything.
             probs: [n], fp32: factors of the outputs.
 
         Returns:
             Outputs, [n, h], and no bias.
         """
-        rows = self._product("linear_fc1", tokens, ends)
-        if self.linear_fc1_bias is not None:
-            rows = _add_bias(rows, self.linear_fc1_bias.bias, ends)
+        recomputes = recomputes_cheap_outputs(self.config)
+        first = RecomputedOutput()
+        rows = first.checkpoint(self._first_linear, tokens, ends)
         activated = RecomputedOutput()
         hidden = activated.checkpoint(
             self._activation,
             rows,
             probs,
+            ends,
         )
         output = self._product("linear_fc2", hidden, ends)
         if self.linear_fc2_bias is not None:
             # The rows of ``hidden`` have their factors already.
-            output = _add_bias(output, self.linear_fc2_bias.bias, ends, probs)
-        if recomputes_cheap_outputs(self.config):
+            output = self._add_bias(output, self.linear_fc2_bias.bias, ends, probs)
+        if recomputes and self._has_spare_rows and not self._draws_numbers():
+            first.discard_output_and_register_recompute(output)
+        if recomputes:
             activated.discard_output_and_register_recompute(output)
         return output, None
+
+    def _first_linear(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        rows = self._product("linear_fc1", tokens, ends)
+        if self.linear_fc1_bias is not None:
+            rows = self._add_bias(rows, self.linear_fc1_bias.bias, ends)
+        return rows
+
+    def _draws_numbers(self) -> bool:
+        """Whether a second call of the first linear gives another result, by the dropout of its adapters."""
+        return self.training and getattr(self, "linear_fc1_lora", None) is not None
+
+    def _add_bias(
+        self,
+        rows: Tensor,
+        biases: Tensor,
+        ends: Tensor,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        """Rows and the bias of their experts; see ``_add_bias``."""
+        biased = _add_bias(rows, biases, ends, factors)
+        if not self._has_spare_rows:
+            return biased
+        # Gradients of rows that do not exist hold anything, and would be summed with those of the biases.
+        exists = torch.arange(len(rows), device=rows.device) < ends[-1]
+        return torch.where(exists[:, None], biased, 0.0)
 
     def _product(self, linear: str, tokens: Tensor, ends: Tensor) -> Tensor:
         """Output of one linear for each token, with what its adapters add: [n, rows of a matrix]."""
@@ -132,10 +163,20 @@ class GroupedExperts(MegatronModule):
             output = adapters(tokens, output, ends)
         return output
 
-    def _activation(self, hidden: Tensor, probs: Tensor) -> Tensor:
+    def _activation(
+        self,
+        hidden: Tensor,
+        probs: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         if self.activation is not None:
             return self.activation(hidden, probs)
-        if self.config.bias_activation_fusion:  # SwiGLU on a GPU
+        if self.config.bias_activation_fusion and self._has_spare_rows:  # SwiGLU on a GPU
+            # Imported here: Triton is on GPUs only.
+            from lightning_megatron.engine.ops.triton.expert_rows import weighted_swiglu
+
+            return weighted_swiglu(hidden, probs, ends[-1:])
+        if self.config.bias_activation_fusion:
             fused: Tensor = weighted_bias_swiglu_impl(hidden, None, probs[:, None])
             return fused
         if self.config.gated_linear_unit:

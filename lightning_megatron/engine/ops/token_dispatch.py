@@ -6,7 +6,8 @@ bf16, whose order differs between runs. Here:
 
 - A token is sent to a rank once, however many of its experts are there, with their indices and probabilities; the
   outputs of these experts are summed there. With 8 experts over 2 (4) ranks that is a fourth (0.45) of the rows.
-- The host synchronizes once per layer, for the message sizes that NCCL needs, and not at all at ep=1.
+- The host synchronizes once per layer, for the message sizes that NCCL needs, and not at all at ep=1, or if rows are
+  all-gathered (``AllGatherDispatcher``).
 - With recompute="selective" the input rows of experts, topk times the tokens, are gathered again in the backward pass
   instead of being kept: 32 of 140 kB per token and layer of Qwen3-30B-A3B.
 - Sums are computed in a fixed order, in fp32, and rounded once: runs are reproducible.
@@ -14,7 +15,8 @@ bf16, whose order differs between runs. Here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,14 +39,12 @@ from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes
 class Permutation(NamedTuple):
     """Rows sorted by destination; a row with several destinations is repeated, once for each."""
 
-    rows: Tensor
-    """[sorted], int64: index of the source row at each position."""
     assignments: Tensor
     """[sorted], int64: index of the assignment at each position, among all [n * k]."""
     positions: Tensor
     """[n, k], int64: position of each assignment; the number of positions for those without a destination."""
     ends: Tensor
-    """[destinations], int32: end of each destination's positions."""
+    """[destinations], int32: end of each destination's positions. Positions from the last end on are spare."""
 
 
 def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
@@ -53,7 +53,7 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     Args:
         destinations: [n, k], int64: from 0, different within a row; ``count`` or more for none.
         count: Number of destinations.
-        total: Number of elements of ``destinations`` that are less than ``count``.
+        total: Number of positions: at least that of the elements of ``destinations`` that are less than ``count``.
     """
     if destinations.is_cuda:
         # Imported here: Triton is on GPUs only.
@@ -63,17 +63,36 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
             return Permutation(*sorted_order(destinations, count, total))
     keys, order = destinations.flatten().to(torch.int16).sort(stable=True)
     indices = torch.arange(len(order), device=order.device)
-    positions = torch.empty_like(order).scatter_(0, order, indices)
-    positions.clamp_(max=total)
+    positions = torch.empty_like(order).scatter_(0, order, indices).view_as(destinations)
     destination = torch.arange(count, dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
-    assignments = order[:total]
     return Permutation(
-        assignments // destinations.shape[1],
-        assignments,
-        positions.view_as(destinations),
+        order[:total],
+        positions.where(destinations < count, total),
         ends,
     )
+
+
+def _sort_factors(factors: Tensor, order: Permutation) -> Tensor:
+    """Factors of assignments, [n, k], in the order of their destinations, [sorted]; 0 at spare positions.
+
+    Whatever the gradients of spare positions are, none of them is that of a factor.
+    """
+    total = len(order.assignments)
+    # The last element is of all assignments without a destination.
+    positions = order.positions.flatten()
+    sorted_factors = factors.new_zeros(total + 1).scatter(0, positions, factors.flatten())
+    return sorted_factors[:total]
+
+
+def _copy_rows(x: Tensor, order: Permutation) -> Tensor:
+    """Copy rows of ``x``, [n, h], to their positions: [sorted, h]; spare positions hold anything."""
+    if x.is_cuda:
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton.expert_rows import copy_rows
+
+        return copy_rows(x, order.positions, len(order.assignments))
+    return x.index_select(0, order.assignments // order.positions.shape[1])
 
 
 def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
@@ -102,13 +121,13 @@ class _Permute(torch.autograd.Function):
         ctx.inverse = inverse
         if inverse:
             return _sum_rows(x, order.positions)
-        return x.index_select(0, order.rows)
+        return _copy_rows(x, order)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = upstream
         if ctx.inverse:
-            d_x = gradient.index_select(0, ctx.order.rows)
+            d_x = _copy_rows(gradient, ctx.order)
         else:
             d_x = _sum_rows(gradient, ctx.order.positions)
         return d_x, None, None
@@ -124,6 +143,24 @@ def unpermute(x: Tensor, order: Permutation) -> Tensor:
     """Sum of each row's results, [n, h] of ``x`` [sorted, h]; in fp32, rounded once."""
     sums: Tensor = _Permute.apply(x, order, True)  # type: ignore[no-untyped-call]
     return sums
+
+
+def _select_experts(
+    metadata: Tensor,
+    first: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Probabilities and local expert indices, [n, topk] each, of rows that came from other ranks.
+
+    Args:
+        metadata: [n, 2 * topk]: probabilities, and indices among all experts.
+        first: Index of this rank's first expert.
+        count: Number of this rank's experts, which is also the index of experts of other ranks.
+    """
+    probs, indices = metadata.chunk(2, dim=1)
+    experts = indices.detach() - first
+    is_local = (experts >= 0) & (experts < count)
+    return probs, experts.where(is_local, count)
 
 
 class Dispatcher(MoETokenDispatcher):
@@ -199,14 +236,15 @@ class Dispatcher(MoETokenDispatcher):
             rows = self._permuted.checkpoint(permute, tokens, order)
         else:
             rows = permute(tokens, order)
-        factors = probs.flatten().gather(0, order.assignments)
-        return rows, order.ends, factors
+        return rows, order.ends, _sort_factors(probs, order)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Sum the outputs of this rank's experts for each row."""
-        self._permuted.discard_output_and_register_recompute(outputs)
+        sums = unpermute(outputs, self._to_experts)
+        # Before the gradient of the outputs arrives, for which experts recompute what they compute from these rows.
+        self._permuted.discard_output_and_register_recompute(sums)
         self._permuted = RecomputedOutput()
-        return unpermute(outputs, self._to_experts)
+        return sums
 
     def token_combine(self, outputs: Tensor) -> Tensor:
         """Send the sums back to the ranks of their tokens; collective over the ep group."""
@@ -239,57 +277,28 @@ class AllToAllDispatcher(Dispatcher):
         is_sent = is_on_rank.any(dim=1)
         num_rows = is_sent.sum(dim=0)
         num_assignments = is_on_rank.sum(dim=(0, 1))
+        # For each destination rank (rows, assignments to its experts).
         counts = torch.stack((num_rows, num_assignments), dim=1)
-        # For each destination rank (rows, assignments to its experts), and last the number of this rank's tokens.
-        counts = F.pad(counts, (0, 0, 0, 1), value=len(tokens))
         all_counts = counts.new_empty(self.ep_size * len(counts), 2)
         dist.all_gather_into_tensor(all_counts, counts, group=self.ep_group)
         all_counts = all_counts.view(self.ep_size, *counts.shape)
         rank = self.ep_group.rank()
-        sent = all_counts[rank]
-        received = all_counts[:, rank]
         # One copy to the host.
-        stacked = torch.stack((sent[:-1], received, all_counts[:, -1]))
-        to_ranks, from_ranks, token_counts = stacked.tolist()
+        to_ranks, from_ranks = torch.stack((all_counts[rank], all_counts[:, rank])).tolist()
         rows_sent = [rows for rows, _ in to_ranks]
         rows_received = [rows for rows, _ in from_ranks]
         self._splits = (rows_sent, rows_received)
         self._num_assignments = sum(assignments for _, assignments in from_ranks)
-        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
-        return self._prepare_rows(
-            tokens,
-            metadata,
-            is_sent,
-            max(count for count, _ in token_counts),
-        )
-
-    def _prepare_rows(
-        self,
-        rows: Tensor,
-        metadata: Tensor,
-        is_sent: Tensor,
-        max_rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Rows and metadata in the order in which they are sent.
-
-        Args:
-            rows: [n, h].
-            metadata: [n, 2 * topk]: probabilities and expert indices.
-            is_sent: [n, ep], bool: the destination ranks of each row.
-            max_rows: Largest n of the group's ranks.
-        """
         self._to_ranks = sort_rows(
             self._ranks.where(is_sent, self.ep_size),
             self.ep_size,
-            sum(self._splits[0]),
+            sum(rows_sent),
         )
-        return permute(rows, self._to_ranks), permute(metadata, self._to_ranks)
+        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        return permute(tokens, self._to_ranks), permute(metadata, self._to_ranks)
 
     def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        probs, indices = probs.chunk(2, dim=1)
-        experts = indices.detach() - self._first
-        is_local = (experts >= 0) & (experts < self._num_local)
-        return probs, experts.where(is_local, self._num_local)
+        return _select_experts(probs, self._first, self._num_local)
 
     def token_dispatch(
         self,
@@ -313,26 +322,57 @@ class AllToAllDispatcher(Dispatcher):
         return unpermute(outputs, self._to_ranks).view(self._shape)
 
 
-class AllGatherDispatcher(AllToAllDispatcher):
-    """All-gathers the rows of the ep group, and reduce-scatters the outputs of the experts.
+class AllGatherDispatcher(Dispatcher):
+    """All-gathers the rows of the ep group, and reduce-scatters the outputs of the experts, without host waits.
 
-    Replaces ``MoEAllGatherTokenDispatcher``, which needs the same number of rows on all ranks: here ranks with fewer
-    are padded with rows without experts.
+    Replaces ``MoEAllGatherTokenDispatcher``, which needs the same number of rows on all ranks. Here the host knows every
+    size in advance: ranks with fewer rows are padded with rows without experts to the largest number, on which the hosts
+    agree once per batch (``equal_rows``), and the buffers of experts' rows have room for the worst case, in which all
+    tokens of the group select the experts of this rank: ep * min(topk, experts/ep) rows for each of its own. How many
+    there are only the device knows; kernels skip the others. No token is dropped.
 
-    It moves (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs: as much as all-to-all if
-    tokens have at least as many experts as there are ranks, more if they have fewer.
+    **Memory** depends on ep and not on the routing. Kept for a token and layer, in bf16: the gathered rows, 2 * ep * h,
+    if rows are recomputed, and each of ep * min(topk, experts/ep) rows of experts with 2 * h + 6 * ffn (gate, up and
+    activation) if not. Qwen3-30B-A3B (h 2,048, ffn 768, topk 8): 69.6 kB * ep, and 4.1 kB * ep with
+    recompute="selective", which here also computes the first linear of the experts again, 2/9 of their FLOPs. The
+    all-to-all has 69.6 and 24.6 + 4.1 kB * ranks of the token with balanced routing, and up to ep times as much on the
+    rank of popular experts. Within a layer 139 kB * ep (forward and backward pass) are in use at the peak.
+
+    It moves (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs. With topk 8 that is 0.4 %
+    more than all-to-all at ep=2, 11 % at ep=4 and 52 % at ep=8.
     """
 
-    def _prepare_rows(
+    max_rows: int | None
+    """Largest number of rows of the ranks; None if all have the same. See ``equal_rows``."""
+
+    def __init__(
         self,
-        rows: Tensor,
-        metadata: Tensor,
-        is_sent: Tensor,
-        max_rows: int,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """See ``Dispatcher``."""
+        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+        self.max_rows = None
+
+    def dispatch_preprocess(
+        self,
+        tokens: Tensor,
+        routing_map: Tensor,
+        probs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        padding = (0, 0, 0, max_rows - len(rows))
-        rows = F.pad(rows, padding)
-        return rows, F.pad(metadata, padding, value=-1.0)
+        """See ``Dispatcher``; rows are padded to the largest number of the group's ranks."""
+        rows, _ = super().dispatch_preprocess(tokens, routing_map, probs)
+        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
+        num_rows = len(rows)
+        if self.max_rows is not None:
+            num_rows = self.max_rows
+        assert num_rows >= len(rows), f"expected at most {num_rows} rows, got {len(rows)}"
+        topk = routing_map.shape[1]
+        self._num_assignments = self.ep_size * num_rows * min(topk, self._num_local)
+        padding = (0, 0, 0, num_rows - len(rows))
+        return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
 
     def token_dispatch(
         self,
@@ -344,6 +384,9 @@ class AllGatherDispatcher(AllToAllDispatcher):
         probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)
         return tokens, probs
 
+    def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return _select_experts(probs, self._first, self._num_local)
+
     def token_combine(self, outputs: Tensor) -> Tensor:
         """Reduce-scatter over the ep group: the sums of all experts' outputs for this rank's rows, [rows, h]."""
         sums: Tensor = reduce_scatter_to_sequence_parallel_region(outputs, group=self.ep_group)
@@ -353,6 +396,49 @@ class AllGatherDispatcher(AllToAllDispatcher):
         """Remove the padding rows, [s or s/tp, b, h]."""
         num_tokens = self._shape[:-1].numel()
         return outputs[:num_tokens].view(self._shape)
+
+
+def has_spare_rows(config: TransformerConfig) -> bool:
+    """Whether rows of experts may end before their buffer does: with ``AllGatherDispatcher``."""
+    gathers = config.moe_token_dispatcher_type == "allgather"
+    return gathers and config.expert_model_parallel_size > 1
+
+
+@contextlib.contextmanager
+def equal_rows(
+    chunks: Iterable[torch.nn.Module],
+    tokens: int,
+    host_group: dist.ProcessGroup,
+) -> Iterator[None]:
+    """Within the context, ranks that all-gather rows pad them to the longest; collective over ``host_group``.
+
+    The hosts agree over gloo, and do not wait for a GPU.
+
+    Args:
+        chunks: Model chunks, of which the next passes are.
+        tokens: Tokens of a microbatch of this rank's replica, before they are split over tp and cp.
+        host_group: All ranks, over gloo.
+    """
+    dispatchers = []
+    for module in torch.nn.ModuleList(chunks).modules():
+        each = getattr(module, "token_dispatcher", None)
+        if isinstance(each, AllGatherDispatcher):
+            dispatchers.append(each)
+    if not dispatchers:
+        yield
+        return
+    longest = torch.tensor(tokens)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=host_group)
+    for each in dispatchers:
+        ranks = each.config.context_parallel_size
+        if each.config.sequence_parallel:
+            ranks *= each.config.tensor_model_parallel_size
+        each.max_rows = int(longest) // ranks
+    try:
+        yield
+    finally:
+        for each in dispatchers:
+            each.max_rows = None
 
 
 def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:
