@@ -20,13 +20,10 @@ from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.ops import adam, loss, recompute, swiglu, weight_gradients
+from lightning_megatron.engine.ops.gathered_dispatch import AllGatherDispatcher
 from lightning_megatron.engine.ops.report import DeviceType
 from lightning_megatron.engine.ops.swiglu import has_liger
-from lightning_megatron.engine.ops.token_dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    dispatcher,
-)
+from lightning_megatron.engine.ops.token_dispatch import AllToAllDispatcher, dispatcher
 
 
 class Patch(NamedTuple):
@@ -136,7 +133,7 @@ MEGATRON: tuple[Patch, ...] = (
     ),
     # The host waits three times per layer, a token is sent once per expert, sums are atomic additions in bf16.
     Patch(_MOE, "MoEAlltoAllTokenDispatcher", _use(dispatcher(AllToAllDispatcher))),
-    # It gathers the probabilities of all experts, and needs the same number of rows on all ranks.
+    # It gathers the probabilities of all experts, needs the same number of rows on all ranks, and waits for counts.
     Patch(_MOE, "MoEAllGatherTokenDispatcher", _use(dispatcher(AllGatherDispatcher))),
     # It recomputes the complete MLP with its matrix products, or nothing (and warns of a subclass in a layer spec).
     Patch("megatron.core.transformer.mlp", "MLP.forward", recompute.recompute_activation),

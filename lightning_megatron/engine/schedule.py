@@ -31,8 +31,8 @@ from lightning_megatron.engine.objective import (
     Output,
 )
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
+from lightning_megatron.engine.ops.gathered_dispatch import equal_rows, has_spare_rows
 from lightning_megatron.engine.ops.router import LoadBalance
-from lightning_megatron.engine.ops.token_dispatch import equal_rows
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
@@ -277,7 +277,7 @@ class Schedule:
             linears = fp8_linears(chunks)
         sequences = shape.micro_batch_size * shape.sequences_per_row
         with contextlib.ExitStack() as stack:
-            if self._configs[0].num_moe_experts is not None:
+            if has_spare_rows(unwrap(chunks[0]).config):
                 tokens = sequences * shape.seq_length
                 stack.enter_context(equal_rows(chunks, tokens, self._topology.host_group))
             if linears:

@@ -311,6 +311,16 @@ RARER_CASES: tuple[tuple[str, dict[str, Any], Layout], ...] = (
             recompute="selective",
         ),
     ),
+    (
+        "gpt_oss",
+        {},
+        Layout(
+            ep=2,
+            dp=2,
+            recompute="selective",
+            transformer_config_overrides=(("moe_token_dispatcher_type", "allgather"),),
+        ),
+    ),
     ("gpt_oss", {"num_key_value_heads": 1}, Layout(cp=2)),  # keys are gathered
     (
         "gpt_oss",

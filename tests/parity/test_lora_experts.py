@@ -232,6 +232,7 @@ EP2 = Layout(ep=2, dp=2)
 TP2 = Layout(tp=2, sequence_parallel=True)
 PP2 = Layout(pp=2, num_microbatches=2)
 TP2_EP2 = Layout(tp=2, ep=2, sequence_parallel=True)
+GATHERED = (("moe_token_dispatcher_type", "allgather"),)
 ONLY_UP = {"target_modules": [], "target_parameters": ["gate_up_proj"]}
 CASES: dict[str, tuple[str, Layout, dict[str, Any] | None]] = {
     "qwen3_moe_ep2": ("qwen3_moe", EP2, {**ATTENTION, **EXPERTS}),
@@ -272,6 +273,16 @@ RARER_CASES: dict[str, tuple[str, Layout, dict[str, Any] | None]] = {
         )
         for family in OTHER_FAMILIES
     },
+    "shared_gathered_recomputed": (
+        "qwen2_moe",
+        replace(TP2_EP2, dp=2, recompute="selective", transformer_config_overrides=GATHERED),
+        ALL,
+    ),
+    "stacked_gathered": (
+        "gpt_oss",
+        replace(EP2, transformer_config_overrides=GATHERED),
+        {**ATTENTION, **EXPERTS},
+    ),
     "cp2_ep2": ("qwen3_moe", Layout(cp=2, ep=2), {**ATTENTION, **EXPERTS}),
     "vpp2_ep2": (
         "olmoe",

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_megatron.engine.ops.compiled import compiled_for
+from lightning_megatron.engine.ops.gathered_dispatch import has_spare_rows
 from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
-from lightning_megatron.engine.ops.token_dispatch import has_spare_rows
 
 
 class ExpertBias(torch.nn.Module):

@@ -7,7 +7,7 @@ bf16, whose order differs between runs. Here:
 - A token is sent to a rank once, however many of its experts are there, with their indices and probabilities; the
   outputs of these experts are summed there. With 8 experts over 2 (4) ranks that is a fourth (0.45) of the rows.
 - The host synchronizes once per layer, for the message sizes that NCCL needs, and not at all at ep=1, or if rows are
-  all-gathered (``AllGatherDispatcher``).
+  all-gathered (gathered_dispatch.py).
 - With recompute="selective" the input rows of experts, topk times the tokens, are gathered again in the backward pass
   instead of being kept: 32 of 140 kB per token and layer of Qwen3-30B-A3B.
 - Sums are computed in a fixed order, in fp32, and rounded once: runs are reproducible.
@@ -15,20 +15,14 @@ bf16, whose order differs between runs. Here:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -73,7 +67,7 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
     )
 
 
-def _sort_factors(factors: Tensor, order: Permutation) -> Tensor:
+def sort_factors(factors: Tensor, order: Permutation) -> Tensor:
     """Factors of assignments, [n, k], in the order of their destinations, [sorted]; 0 at spare positions.
 
     Whatever the gradients of spare positions are, none of them is that of a factor.
@@ -145,7 +139,7 @@ def unpermute(x: Tensor, order: Permutation) -> Tensor:
     return sums
 
 
-def _select_experts(
+def select_experts(
     metadata: Tensor,
     first: int,
     count: int,
@@ -236,15 +230,13 @@ class Dispatcher(MoETokenDispatcher):
             rows = self._permuted.checkpoint(permute, tokens, order)
         else:
             rows = permute(tokens, order)
-        return rows, order.ends, _sort_factors(probs, order)
+        return rows, order.ends, sort_factors(probs, order)
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """Sum the outputs of this rank's experts for each row."""
-        sums = unpermute(outputs, self._to_experts)
-        # Before the gradient of the outputs arrives, for which experts recompute what they compute from these rows.
-        self._permuted.discard_output_and_register_recompute(sums)
+        self._permuted.discard_output_and_register_recompute(outputs)
         self._permuted = RecomputedOutput()
-        return sums
+        return unpermute(outputs, self._to_experts)
 
     def token_combine(self, outputs: Tensor) -> Tensor:
         """Send the sums back to the ranks of their tokens; collective over the ep group."""
@@ -298,7 +290,7 @@ class AllToAllDispatcher(Dispatcher):
         return permute(tokens, self._to_ranks), permute(metadata, self._to_ranks)
 
     def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return _select_experts(probs, self._first, self._num_local)
+        return select_experts(probs, self._first, self._num_local)
 
     def token_dispatch(
         self,
@@ -320,125 +312,6 @@ class AllToAllDispatcher(Dispatcher):
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """See ``Dispatcher``."""
         return unpermute(outputs, self._to_ranks).view(self._shape)
-
-
-class AllGatherDispatcher(Dispatcher):
-    """All-gathers the rows of the ep group, and reduce-scatters the outputs of the experts, without host waits.
-
-    Replaces ``MoEAllGatherTokenDispatcher``, which needs the same number of rows on all ranks. Here the host knows every
-    size in advance: ranks with fewer rows are padded with rows without experts to the largest number, on which the hosts
-    agree once per batch (``equal_rows``), and the buffers of experts' rows have room for the worst case, in which all
-    tokens of the group select the experts of this rank: ep * min(topk, experts/ep) rows for each of its own. How many
-    there are only the device knows; kernels skip the others. No token is dropped.
-
-    **Memory** depends on ep and not on the routing. Kept for a token and layer, in bf16: the gathered rows, 2 * ep * h,
-    if rows are recomputed, and each of ep * min(topk, experts/ep) rows of experts with 2 * h + 6 * ffn (gate, up and
-    activation) if not. Qwen3-30B-A3B (h 2,048, ffn 768, topk 8): 69.6 kB * ep, and 4.1 kB * ep with
-    recompute="selective", which here also computes the first linear of the experts again, 2/9 of their FLOPs. The
-    all-to-all has 69.6 and 24.6 + 4.1 kB * ranks of the token with balanced routing, and up to ep times as much on the
-    rank of popular experts. Within a layer 139 kB * ep (forward and backward pass) are in use at the peak.
-
-    It moves (ep - 1) / ep of all ranks' rows in either direction, however few a rank needs. With topk 8 that is 0.4 %
-    more than all-to-all at ep=2, 11 % at ep=4 and 52 % at ep=8.
-    """
-
-    max_rows: int | None
-    """Largest number of rows of the ranks; None if all have the same. See ``equal_rows``."""
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """See ``Dispatcher``."""
-        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
-        self.max_rows = None
-
-    def dispatch_preprocess(
-        self,
-        tokens: Tensor,
-        routing_map: Tensor,
-        probs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``Dispatcher``; rows are padded to the largest number of the group's ranks."""
-        rows, _ = super().dispatch_preprocess(tokens, routing_map, probs)
-        metadata = torch.cat((probs, routing_map.to(probs.dtype)), dim=1)
-        num_rows = len(rows)
-        if self.max_rows is not None:
-            num_rows = self.max_rows
-        assert num_rows >= len(rows), f"expected at most {num_rows} rows, got {len(rows)}"
-        topk = routing_map.shape[1]
-        self._num_assignments = self.ep_size * num_rows * min(topk, self._num_local)
-        padding = (0, 0, 0, num_rows - len(rows))
-        return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
-
-    def token_dispatch(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """All-gather both over the ep group: [ep * rows, h] and [ep * rows, 2 * topk]."""
-        tokens = gather_from_sequence_parallel_region(tokens, group=self.ep_group)
-        probs = gather_from_sequence_parallel_region(probs, group=self.ep_group)
-        return tokens, probs
-
-    def _select_local(self, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return _select_experts(probs, self._first, self._num_local)
-
-    def token_combine(self, outputs: Tensor) -> Tensor:
-        """Reduce-scatter over the ep group: the sums of all experts' outputs for this rank's rows, [rows, h]."""
-        sums: Tensor = reduce_scatter_to_sequence_parallel_region(outputs, group=self.ep_group)
-        return sums
-
-    def combine_postprocess(self, outputs: Tensor) -> Tensor:
-        """Remove the padding rows, [s or s/tp, b, h]."""
-        num_tokens = self._shape[:-1].numel()
-        return outputs[:num_tokens].view(self._shape)
-
-
-def has_spare_rows(config: TransformerConfig) -> bool:
-    """Whether rows of experts may end before their buffer does: with ``AllGatherDispatcher``."""
-    gathers = config.moe_token_dispatcher_type == "allgather"
-    return gathers and config.expert_model_parallel_size > 1
-
-
-@contextlib.contextmanager
-def equal_rows(
-    chunks: Iterable[torch.nn.Module],
-    tokens: int,
-    host_group: dist.ProcessGroup,
-) -> Iterator[None]:
-    """Within the context, ranks that all-gather rows pad them to the longest; collective over ``host_group``.
-
-    The hosts agree over gloo, and do not wait for a GPU.
-
-    Args:
-        chunks: Model chunks, of which the next passes are.
-        tokens: Tokens of a microbatch of this rank's replica, before they are split over tp and cp.
-        host_group: All ranks, over gloo.
-    """
-    dispatchers = []
-    for module in torch.nn.ModuleList(chunks).modules():
-        each = getattr(module, "token_dispatcher", None)
-        if isinstance(each, AllGatherDispatcher):
-            dispatchers.append(each)
-    if not dispatchers:
-        yield
-        return
-    longest = torch.tensor(tokens)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=host_group)
-    for each in dispatchers:
-        ranks = each.config.context_parallel_size
-        if each.config.sequence_parallel:
-            ranks *= each.config.tensor_model_parallel_size
-        each.max_rows = int(longest) // ranks
-    try:
-        yield
-    finally:
-        for each in dispatchers:
-            each.max_rows = None
 
 
 def dispatcher(kind: type[Dispatcher]) -> Callable[..., Dispatcher]:

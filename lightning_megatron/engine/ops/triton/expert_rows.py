@@ -1,4 +1,4 @@
-"""Kernels of the rows of experts, of which a buffer may hold fewer than it has room for: only the device knows how many.
+"""Kernels of the rows of experts, of which a buffer may hold fewer than it has room for; only the device knows.
 
 Rows are copied to their positions, each read once however many experts it has, and SwiGLU times a factor is computed of
 the rows that exist. Programs of other rows end at once.

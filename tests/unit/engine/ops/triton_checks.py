@@ -26,6 +26,7 @@ from lightning_megatron.engine.ops.routing import Routing
 from lightning_megatron.engine.ops.token_dispatch import sort_rows
 from lightning_megatron.engine.ops.triton import cross_entropy
 from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
+from lightning_megatron.engine.ops.triton.expert_rows import copy_rows, weighted_swiglu
 from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
 from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
 from lightning_megatron.engine.ops.triton.grouped_gradient import add_grouped_gradient
@@ -192,6 +193,37 @@ def test_row_sums_skip_missing_rows(rows: int, width: int, choices: int) -> None
         rtol=1e-6,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize(("width", "choices"), [(40, 3), (2100, 1)])
+def test_copy_rows_skips_missing_positions(width: int, choices: int) -> None:
+    x = torch.randn(7, width, device=DEVICE)
+    total = 7 * choices - 4
+    positions = torch.randperm(7 * choices, device=DEVICE).clamp(max=total).view(7, choices)
+    copied = copy_rows(x, positions, total)
+    padded = torch.cat((copied, x.new_zeros(1, width)))
+    exists = (positions < total)[..., None]
+    assert copied.shape == (total, width)
+    assert torch.equal(padded[positions], torch.where(exists, x[:, None], 0.0))
+
+
+@pytest.mark.parametrize(("width", "count"), [(40, 5), (1100, 9), (8, 0)])
+def test_weighted_swiglu_of_the_rows_that_exist_equals_torch(width: int, count: int) -> None:
+    rows = _random(9, 2 * width)
+    factors = _random(9)
+    with torch.no_grad():
+        rows[count:] = torch.nan
+    last_end = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    gate, up = rows[:count].chunk(2, dim=-1)
+    activated = F.silu(gate) * up * factors[:count, None]
+    got = weighted_swiglu(rows, factors, last_end)
+    assert got.shape == (9, width)
+    upstream = torch.randn(9, width, device=DEVICE)
+    gradients = torch.autograd.grad(got, [rows, factors], upstream)
+    references = torch.autograd.grad(activated, [rows, factors], upstream[:count])
+    torch.testing.assert_close(got[:count], activated, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients, references, strict=True):
+        torch.testing.assert_close(ours[:count], theirs[:count], rtol=1e-5, atol=2e-5)
 
 
 def test_bfloat16_is_added_to_float32() -> None:

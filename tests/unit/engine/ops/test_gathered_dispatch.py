@@ -1,0 +1,200 @@
+"""Exchange of experts' rows without host waits, on two ranks, beside all experts applied to all tokens on one."""
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from lightning_megatron.engine.ops.experts import GroupedExperts
+from lightning_megatron.engine.ops.gathered_dispatch import (
+    HALVES_FROM,
+    AllGatherDispatcher,
+    equal_rows,
+)
+from lightning_megatron.engine.ops.token_dispatch import AllToAllDispatcher, Dispatcher
+from tests.ranks import run_ranks
+
+HIDDEN = 8
+WIDTH = 16
+NUM_EXPERTS = 6
+TOPK = 2
+ROWS = (5, 3)
+"""Tokens of each rank."""
+
+
+class Layer(NamedTuple):
+    """All tokens and weights of a layer of experts, and what the loss is."""
+
+    tokens: Tensor
+    """[8, h]."""
+    experts: Tensor
+    """[8, topk]."""
+    probs: Tensor
+    """[8, topk]."""
+    weights: tuple[Tensor, ...]
+    """Of both linears and, with biases, those of both: [experts, ...]."""
+    upstream: Tensor
+    """[8, h]: gradient of the outputs."""
+
+
+def make_layer(routing: str, *, has_biases: bool) -> Layer:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    count = sum(ROWS)
+    scores = random(count, NUM_EXPERTS)
+    if routing == "one rank":
+        scores[:, NUM_EXPERTS // 2 :] = -torch.inf
+    weights = [random(NUM_EXPERTS, 2 * WIDTH, HIDDEN), random(NUM_EXPERTS, HIDDEN, WIDTH)]
+    if has_biases:
+        weights += [random(NUM_EXPERTS, 2 * WIDTH), random(NUM_EXPERTS, HIDDEN)]
+    return Layer(
+        random(count, HIDDEN),
+        scores.topk(TOPK).indices,
+        random(count, TOPK),
+        tuple(weights),
+        random(count, HIDDEN),
+    )
+
+
+def expected(layer: Layer) -> tuple[Tensor, ...]:
+    """Outputs, and gradients of tokens, probabilities and weights, in float64."""
+    tokens, probs = (x.double().requires_grad_() for x in (layer.tokens, layer.probs))
+    weights = [x.double().requires_grad_() for x in layer.weights]
+    biases = weights[2:]
+    rows = []
+    for token, experts, factors in zip(tokens, layer.experts, probs, strict=True):
+        total = torch.zeros(HIDDEN, dtype=torch.float64)
+        for expert, factor in zip(experts.tolist(), factors, strict=True):
+            hidden = weights[0][expert] @ token
+            if biases:
+                hidden = hidden + biases[0][expert]
+            gate, up = hidden.chunk(2)
+            output = weights[1][expert] @ (F.silu(gate) * up)
+            if biases:
+                output = output + biases[1][expert]
+            total = total + factor * output
+        rows.append(total)
+    outputs = torch.stack(rows)
+    inputs = [tokens, probs, *weights]
+    return outputs.detach(), *torch.autograd.grad(outputs, inputs, layer.upstream.double())
+
+
+def compute(
+    kind: type[Dispatcher],
+    layer: Layer,
+    num_parts: int,
+    recompute: str | None,
+) -> tuple[tuple[Tensor, ...], int]:
+    """Outputs of this rank's tokens and gradients as ``expected``, and bytes that are kept between the passes."""
+    dist.init_process_group("gloo")
+    # Memory that is not initialized holds NaN: nothing may read it.
+    torch.use_deterministic_algorithms(True)
+    rank = dist.get_rank()
+    group: Any = dist.group.WORLD
+    groups: Any = SimpleNamespace(ep=group, expt_dp=group, expt_tp=None, tp_ep=None)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=NUM_EXPERTS,
+        moe_router_topk=TOPK,
+        moe_ffn_hidden_size=WIDTH,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="allgather" if kind is AllGatherDispatcher else "alltoall",
+        recompute_granularity=recompute,
+        recompute_modules=["layernorm"],
+    )
+    local = range(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
+    own = slice(sum(ROWS[:rank]), sum(ROWS[: rank + 1]))
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
+        experts = GroupedExperts(
+            len(local), config, groups, has_biases=len(layer.weights) > 2, activation=None
+        )
+        with torch.no_grad():
+            for parameter, weight in zip(experts.parameters(), layer.weights, strict=True):
+                parameter.copy_(weight[local.start : local.stop])
+        dispatcher = kind(len(local), list(local), config, groups)
+        module: Any = torch.nn.Module()
+        module.token_dispatcher = dispatcher
+        stack.enter_context(equal_rows([module], ROWS[rank], group))
+        tokens = layer.tokens[own, None].clone().requires_grad_()
+        probs = layer.probs[own].clone().requires_grad_()
+        prepared = dispatcher.dispatch_preprocess(tokens, layer.experts[own], probs)
+        dispatched = dispatcher.token_dispatch(*prepared)
+        saved: dict[int, Any] = {}
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_note(saved), lambda x: x))
+        if isinstance(dispatcher, AllGatherDispatcher):
+            dispatcher.num_parts = num_parts
+            sums = dispatcher.compute(experts, *dispatched)
+        else:
+            outputs, _ = experts(*dispatcher.dispatch_postprocess(*dispatched))
+            sums = dispatcher.combine_preprocess(outputs)
+        outputs = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
+        kept = sum(storage.nbytes() for storage in saved.values())
+        inputs = [tokens, probs, *experts.parameters()]
+        gradients = torch.autograd.grad(outputs, inputs, layer.upstream[own, None])
+    return (outputs.detach()[:, 0], gradients[0][:, 0], *gradients[1:]), kept
+
+
+def _note(saved: dict[int, Any]) -> Any:
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        saved[storage._cdata] = storage
+        return x
+
+    return note
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("routing", ["random", "one rank"])
+@pytest.mark.parametrize(
+    ("kind", "num_parts", "recompute"),
+    [
+        (AllGatherDispatcher, 1, None),
+        (AllGatherDispatcher, 2, "selective"),
+        (AllToAllDispatcher, 1, None),
+    ],
+)
+def test_exchange_equals_all_experts_on_one_rank(
+    kind: type[Dispatcher],
+    num_parts: int,
+    recompute: str | None,
+    routing: str,
+    has_biases: bool,
+) -> None:
+    layer = make_layer(routing, has_biases=has_biases)
+    ranks = [each for each, _ in run_ranks(compute, 2, kind, layer, num_parts, recompute)]
+    for ours, theirs in zip(zip(*ranks, strict=True), expected(layer), strict=True):
+        torch.testing.assert_close(torch.cat(ours).double(), theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_recomputation_keeps_the_gathered_rows_alone() -> None:
+    layer = make_layer("random", has_biases=False)
+    kept = []
+    for recompute in (None, "selective"):
+        (_, each), _ = run_ranks(compute, 2, AllGatherDispatcher, layer, 1, recompute)
+        kept.append(each)
+    rows_of_experts = 2 * max(ROWS) * TOPK
+    assert kept[0] - kept[1] == rows_of_experts * 4 * (HIDDEN + 3 * WIDTH)
+
+
+def test_halves_are_for_many_ranks(world: Any) -> None:
+    config: Any = SimpleNamespace()
+    for size, num_parts in ((2, 1), (HALVES_FROM, 2)):
+        ep: Any = SimpleNamespace(size=lambda size=size: size, rank=lambda: 0)
+        groups: Any = SimpleNamespace(ep=ep, expt_tp=None, tp_ep=None)
+        assert AllGatherDispatcher(1, [0], config, groups).num_parts == num_parts
