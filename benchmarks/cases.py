@@ -317,6 +317,18 @@ _BF16_CASES: tuple[Case, ...] = (
         )
         for gpus, rows in ((1, 4), (2, 2), (4, 2))
     ),
+    *(
+        Case(
+            f"qwen3-30b-a3b-{layers}layers-ep2-gathered",
+            {**QWEN3_30B_A3B, "num_hidden_layers": layers},
+            4096,
+            2,
+            8,
+            2,
+            {"ep": 2, "transformer_config_overrides": {"moe_token_dispatcher_type": "allgather"}},
+        )
+        for layers in (8, 16)
+    ),
     Case(
         "moonlight-16b-a3b-8layers",
         {**MOONLIGHT_16B_A3B, "num_hidden_layers": 8},

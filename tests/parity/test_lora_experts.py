@@ -273,9 +273,15 @@ RARER_CASES: dict[str, tuple[str, Layout, dict[str, Any] | None]] = {
         )
         for family in OTHER_FAMILIES
     },
-    "shared_gathered_recomputed": (
+    "gathered_in_one_of_two_stages": (
         "qwen2_moe",
-        replace(TP2_EP2, dp=2, recompute="selective", transformer_config_overrides=GATHERED),
+        replace(
+            TP2_EP2,
+            pp=2,
+            num_microbatches=2,
+            recompute="selective",
+            transformer_config_overrides=GATHERED,
+        ),
         ALL,
     ),
     "stacked_gathered": (

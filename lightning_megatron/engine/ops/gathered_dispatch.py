@@ -21,7 +21,7 @@ first product of the experts is computed again, 2/9 of their FLOPs. Qwen3-30B-A3
     | all-to-all, all tokens to one rank   |  139 |  557 |
     | the same, recompute="selective"      |   57 |  229 |
 
-While a layer runs backwards, its gradients take up to 57 kB * ep more, and what it recomputes 70; with halves half of it.
+While a layer runs backwards, its gradients take up to 57 kB * ep more, and what it recomputes 70; half with halves.
 
 **Bytes sent**: (ep - 1) / ep of all rows in either direction, however few a rank needs. With topk 8 that is 0.4 % more
 than by all-to-all at ep=2, 11 % at ep=4 and 52 % at ep=8.
@@ -297,16 +297,14 @@ def equal_rows(
         tokens: Tokens of a microbatch of this rank's replica, before they are split over tp and cp.
         host_group: All ranks, over gloo.
     """
+    longest = torch.tensor(tokens)
+    # A pipeline stage without experts takes part as well.
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=host_group)
     dispatchers = []
     for module in torch.nn.ModuleList(chunks).modules():
         each = getattr(module, "token_dispatcher", None)
         if isinstance(each, AllGatherDispatcher):
             dispatchers.append(each)
-    if not dispatchers:
-        yield
-        return
-    longest = torch.tensor(tokens)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=host_group)
     for each in dispatchers:
         ranks = each.config.context_parallel_size
         if each.config.sequence_parallel:

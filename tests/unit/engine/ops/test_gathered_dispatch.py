@@ -89,6 +89,61 @@ def expected(layer: Layer) -> tuple[Tensor, ...]:
     return outputs.detach(), *torch.autograd.grad(outputs, inputs, layer.upstream.double())
 
 
+def build(
+    kind: type[Dispatcher],
+    layer: Layer,
+    local: range,
+    recompute: str | None = None,
+) -> tuple[GroupedExperts, Dispatcher]:
+    """Experts of this rank, ``local``, and their dispatcher over the world, as with ep=2."""
+    group: Any = dist.group.WORLD
+    groups: Any = SimpleNamespace(ep=group, expt_dp=group, expt_tp=None, tp_ep=None)
+    weights = [weight[local.start : local.stop] for weight in layer.weights]
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=NUM_EXPERTS,
+        moe_router_topk=TOPK,
+        moe_ffn_hidden_size=WIDTH,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        bias_activation_fusion=weights[0].is_cuda,
+        params_dtype=weights[0].dtype,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="allgather" if kind is AllGatherDispatcher else "alltoall",
+        recompute_granularity=recompute,
+        recompute_modules=["layernorm"],
+    )
+    with patch("torch.cuda.current_device", lambda: weights[0].device):
+        experts = GroupedExperts(
+            len(local), config, groups, has_biases=len(weights) > 2, activation=None
+        )
+    with torch.no_grad():
+        for parameter, weight in zip(experts.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return experts, kind(len(local), list(local), config, groups)
+
+
+def forward(
+    experts: GroupedExperts,
+    dispatcher: Dispatcher,
+    tokens: Tensor,
+    indices: Tensor,
+    probs: Tensor,
+) -> Tensor:
+    """Outputs of tokens, [n, 1, h], in the order of calls of Megatron's layer."""
+    prepared = dispatcher.dispatch_preprocess(tokens, indices, probs)
+    dispatched = dispatcher.token_dispatch(*prepared)
+    if isinstance(dispatcher, AllGatherDispatcher):
+        sums = dispatcher.compute(experts, *dispatched)
+    else:
+        outputs, _ = experts(*dispatcher.dispatch_postprocess(*dispatched))
+        sums = dispatcher.combine_preprocess(outputs)
+    return dispatcher.combine_postprocess(dispatcher.token_combine(sums))
+
+
 def compute(
     kind: type[Dispatcher],
     layer: Layer,
@@ -100,54 +155,54 @@ def compute(
     # Memory that is not initialized holds NaN: nothing may read it.
     torch.use_deterministic_algorithms(True)
     rank = dist.get_rank()
-    group: Any = dist.group.WORLD
-    groups: Any = SimpleNamespace(ep=group, expt_dp=group, expt_tp=None, tp_ep=None)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        num_moe_experts=NUM_EXPERTS,
-        moe_router_topk=TOPK,
-        moe_ffn_hidden_size=WIDTH,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        expert_model_parallel_size=2,
-        moe_token_dispatcher_type="allgather" if kind is AllGatherDispatcher else "alltoall",
-        recompute_granularity=recompute,
-        recompute_modules=["layernorm"],
-    )
     local = range(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
     own = slice(sum(ROWS[:rank]), sum(ROWS[: rank + 1]))
+    experts, dispatcher = build(kind, layer, local, recompute)
+    module: Any = torch.nn.Module()
+    module.token_dispatcher = dispatcher
+    if isinstance(dispatcher, AllGatherDispatcher):
+        dispatcher.num_parts = num_parts
+    tokens = layer.tokens[own, None].clone().requires_grad_()
+    probs = layer.probs[own].clone().requires_grad_()
+    saved: dict[int, Any] = {}
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
-        experts = GroupedExperts(
-            len(local), config, groups, has_biases=len(layer.weights) > 2, activation=None
-        )
-        with torch.no_grad():
-            for parameter, weight in zip(experts.parameters(), layer.weights, strict=True):
-                parameter.copy_(weight[local.start : local.stop])
-        dispatcher = kind(len(local), list(local), config, groups)
-        module: Any = torch.nn.Module()
-        module.token_dispatcher = dispatcher
-        stack.enter_context(equal_rows([module], ROWS[rank], group))
-        tokens = layer.tokens[own, None].clone().requires_grad_()
-        probs = layer.probs[own].clone().requires_grad_()
-        prepared = dispatcher.dispatch_preprocess(tokens, layer.experts[own], probs)
-        dispatched = dispatcher.token_dispatch(*prepared)
-        saved: dict[int, Any] = {}
+        stack.enter_context(equal_rows([module], ROWS[rank], experts._ep))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_note(saved), lambda x: x))
-        if isinstance(dispatcher, AllGatherDispatcher):
-            dispatcher.num_parts = num_parts
-            sums = dispatcher.compute(experts, *dispatched)
-        else:
-            outputs, _ = experts(*dispatcher.dispatch_postprocess(*dispatched))
-            sums = dispatcher.combine_preprocess(outputs)
-        outputs = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
+        outputs = forward(experts, dispatcher, tokens, layer.experts[own], probs)
         kept = sum(storage.nbytes() for storage in saved.values())
         inputs = [tokens, probs, *experts.parameters()]
         gradients = torch.autograd.grad(outputs, inputs, layer.upstream[own, None])
     return (outputs.detach()[:, 0], gradients[0][:, 0], *gradients[1:]), kept
+
+
+def compute_looped_back(recompute: str | None, num_parts: int) -> list[list[Tensor]]:
+    """Outputs and gradients on a GPU in bf16, by each exchange; this rank has half of the experts, nobody the others.
+
+    The host may not wait in the passes of the all-gather.
+    """
+    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    layer = make_layer("random", has_biases=False)
+    wide = [x.cuda().bfloat16() for x in (layer.tokens, *layer.weights, layer.upstream)]
+    tokens, *weights, upstream = wide
+    layer = Layer(tokens, layer.experts.cuda(), layer.probs.cuda(), tuple(weights), upstream)
+    results = []
+    for kind in (AllToAllDispatcher, AllGatherDispatcher):
+        experts, dispatcher = build(kind, layer, range(NUM_EXPERTS // 2), recompute)
+        if isinstance(dispatcher, AllGatherDispatcher):
+            dispatcher.num_parts = num_parts
+        for mode in ("default", "error"):
+            if mode == "error" and kind is AllGatherDispatcher:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode(mode)
+            inputs = [layer.tokens[:, None].clone().requires_grad_(), layer.probs.clone()]
+            probs = inputs[1].requires_grad_()
+            outputs = forward(experts, dispatcher, inputs[0], layer.experts, probs)
+            weights = [*experts.parameters()]
+            gradients = torch.autograd.grad(outputs, [*inputs, *weights], layer.upstream[:, None])
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([x.detach().cpu() for x in (outputs, *gradients)])
+    return results
 
 
 def _note(saved: dict[int, Any]) -> Any:
@@ -180,6 +235,14 @@ def test_exchange_equals_all_experts_on_one_rank(
     ranks = [each for each, _ in run_ranks(compute, 2, kind, layer, num_parts, recompute)]
     for ours, theirs in zip(zip(*ranks, strict=True), expected(layer), strict=True):
         torch.testing.assert_close(torch.cat(ours).double(), theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("recompute", "num_parts"), [(None, 1), ("selective", 2)])
+def test_host_does_not_wait_for_the_gpu(recompute: str | None, num_parts: int) -> None:
+    ((theirs, ours),) = run_ranks(compute_looped_back, 1, recompute, num_parts)
+    for each, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(each, reference, rtol=1.6e-2, atol=1e-2)
 
 
 def test_recomputation_keeps_the_gathered_rows_alone() -> None:
