@@ -16,6 +16,7 @@ from lightning_megatron.engine.ops.experts import GroupedExperts
 from lightning_megatron.engine.ops.gathered_dispatch import (
     HALVES_FROM,
     AllGatherDispatcher,
+    _Exchange,
     equal_rows,
 )
 from lightning_megatron.engine.ops.token_dispatch import AllToAllDispatcher, Dispatcher
@@ -235,6 +236,56 @@ def test_exchange_equals_all_experts_on_one_rank(
     ranks = [each for each, _ in run_ranks(compute, 2, kind, layer, num_parts, recompute)]
     for ours, theirs in zip(zip(*ranks, strict=True), expected(layer), strict=True):
         torch.testing.assert_close(torch.cat(ours).double(), theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("routing", ["random", "one rank"])
+def test_exchange_of_two_ranks_equals_all_to_all_bit_for_bit(routing: str) -> None:
+    layer = make_layer(routing, has_biases=True)
+    ours, theirs = (
+        run_ranks(compute, 2, kind, layer, 1, None)
+        for kind in (AllGatherDispatcher, AllToAllDispatcher)
+    )
+    for (of_rank, _), (reference, _) in zip(ours, theirs, strict=True):
+        assert all(torch.equal(*each) for each in zip(of_rank, reference, strict=True))
+
+
+def test_rows_of_one_half_are_exchanged_under_the_experts_of_the_other(world: Any) -> None:
+    layer = make_layer("random", has_biases=False)
+    log: list[str] = []
+    launch = _Exchange.launch
+    wait = _Exchange.wait
+
+    def logged_launch(exchange: _Exchange, x: Tensor, *, backward: bool) -> Tensor:
+        log.append("start")
+        return launch(exchange, x, backward=backward)
+
+    def logged_wait(exchange: _Exchange) -> Tensor:
+        log.append("wait")
+        return wait(exchange)
+
+    def note_forward(*_: Any) -> None:
+        log.append("experts")
+
+    def note_gradient(module: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, None]) -> None:
+        outputs[0].register_hook(note_forward)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
+        stack.enter_context(patch.object(_Exchange, "launch", logged_launch))
+        stack.enter_context(patch.object(_Exchange, "wait", logged_wait))
+        experts, dispatcher = build(AllGatherDispatcher, layer, range(NUM_EXPERTS))
+        assert isinstance(dispatcher, AllGatherDispatcher)
+        dispatcher.num_parts = 2
+        experts.register_forward_pre_hook(note_forward)
+        experts.register_forward_hook(note_gradient)
+        tokens = layer.tokens[:, None].clone().requires_grad_()
+        outputs = forward(experts, dispatcher, tokens, layer.experts, layer.probs)
+        first_half = ["wait", "experts", "start"]
+        both_halves = ["start", "start", *first_half, *first_half, "wait", "wait"]
+        assert log == both_halves
+        log.clear()
+        outputs.sum().backward()
+        assert log == both_halves
 
 
 @pytest.mark.gpu(1)
