@@ -31,7 +31,7 @@ from lightning_megatron.engine.objective import (
     Output,
 )
 from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
-from lightning_megatron.engine.ops.gathered_dispatch import equal_rows, has_spare_rows
+from lightning_megatron.engine.ops.gathered_dispatch import equal_rows
 from lightning_megatron.engine.ops.router import LoadBalance
 from lightning_megatron.engine.optimizer import MegatronOptimizer
 from lightning_megatron.engine.progress import progress
@@ -277,9 +277,10 @@ class Schedule:
             linears = fp8_linears(chunks)
         sequences = shape.micro_batch_size * shape.sequences_per_row
         with contextlib.ExitStack() as stack:
-            if has_spare_rows(unwrap(chunks[0]).config):
+            config = chunks[0].config
+            if config.num_moe_experts is not None:
                 tokens = sequences * shape.seq_length
-                stack.enter_context(equal_rows(chunks, tokens, self._topology.host_group))
+                stack.enter_context(equal_rows(config, chunks, tokens, self._topology.host_group))
             if linears:
                 stack.enter_context(quantized_weights(linears))
             if self._graphs is not None:

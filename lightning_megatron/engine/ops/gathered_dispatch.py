@@ -284,6 +284,7 @@ class ExpertsLayer(MoELayer):
 
 @contextlib.contextmanager
 def equal_rows(
+    config: TransformerConfig,
     chunks: Iterable[torch.nn.Module],
     tokens: int,
     host_group: dist.ProcessGroup,
@@ -293,10 +294,14 @@ def equal_rows(
     The hosts agree over gloo, and do not wait for a GPU.
 
     Args:
+        config: Config of the chunks; if it has another dispatcher nothing happens.
         chunks: Model chunks, of which the next passes are.
         tokens: Tokens of a microbatch of this rank's replica, before they are split over tp and cp.
         host_group: All ranks, over gloo.
     """
+    if not has_spare_rows(config):
+        yield
+        return
     longest = torch.tensor(tokens)
     # A pipeline stage without experts takes part as well.
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=host_group)
@@ -305,10 +310,10 @@ def equal_rows(
         each = getattr(module, "token_dispatcher", None)
         if isinstance(each, AllGatherDispatcher):
             dispatchers.append(each)
+    ranks = config.context_parallel_size
+    if config.sequence_parallel:
+        ranks *= config.tensor_model_parallel_size
     for each in dispatchers:
-        ranks = each.config.context_parallel_size
-        if each.config.sequence_parallel:
-            ranks *= each.config.tensor_model_parallel_size
         each.max_rows = int(longest) // ranks
     try:
         yield

@@ -168,7 +168,7 @@ def compute(
     saved: dict[int, Any] = {}
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.current_device", lambda: torch.device("cpu")))
-        stack.enter_context(equal_rows([module], ROWS[rank], experts._ep))
+        stack.enter_context(equal_rows(experts.config, [module], ROWS[rank], experts._ep))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_note(saved), lambda x: x))
         outputs = forward(experts, dispatcher, tokens, layer.experts[own], probs)
         kept = sum(storage.nbytes() for storage in saved.values())
