@@ -33,12 +33,12 @@ from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes
 class Permutation(NamedTuple):
     """Rows sorted by destination; a row with several destinations is repeated, once for each."""
 
-    assignments: Tensor
-    """[sorted], int64: index of the assignment at each position, among all [n * k]."""
     positions: Tensor
-    """[n, k], int64: position of each assignment; the number of positions for those without a destination."""
+    """[n, k], int64: position of each assignment; ``total`` for those without a destination."""
     ends: Tensor
     """[destinations], int32: end of each destination's positions. Positions from the last end on are spare."""
+    total: int
+    """Number of positions."""
 
 
 def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
@@ -49,22 +49,19 @@ def sort_rows(destinations: Tensor, count: int, total: int) -> Permutation:
         count: Number of destinations.
         total: Number of positions: at least that of the elements of ``destinations`` that are less than ``count``.
     """
+    assert destinations.dtype is torch.int64, f"expected int64, got {destinations.dtype}"
     if destinations.is_cuda:
         # Imported here: Triton is on GPUs only.
         from lightning_megatron.engine.ops.triton.row_order import MAX_DESTINATIONS, sorted_order
 
         if count <= MAX_DESTINATIONS:
-            return Permutation(*sorted_order(destinations, count, total))
+            return Permutation(*sorted_order(destinations, count, total), total)
     keys, order = destinations.flatten().to(torch.int16).sort(stable=True)
     indices = torch.arange(len(order), device=order.device)
     positions = torch.empty_like(order).scatter_(0, order, indices).view_as(destinations)
     destination = torch.arange(count, dtype=keys.dtype, device=keys.device)
     ends = torch.searchsorted(keys, destination, right=True, out_int32=True)
-    return Permutation(
-        order[:total],
-        positions.where(destinations < count, total),
-        ends,
-    )
+    return Permutation(positions.where(destinations < count, total), ends, total)
 
 
 def sort_factors(factors: Tensor, order: Permutation) -> Tensor:
@@ -72,11 +69,10 @@ def sort_factors(factors: Tensor, order: Permutation) -> Tensor:
 
     Whatever the gradients of spare positions are, none of them is that of a factor.
     """
-    total = len(order.assignments)
     # The last element is of all assignments without a destination.
     positions = order.positions.flatten()
-    sorted_factors = factors.new_zeros(total + 1).scatter(0, positions, factors.flatten())
-    return sorted_factors[:total]
+    sorted_factors = factors.new_zeros(order.total + 1).scatter(0, positions, factors.flatten())
+    return sorted_factors[: order.total]
 
 
 def _copy_rows(x: Tensor, order: Permutation) -> Tensor:
@@ -85,8 +81,11 @@ def _copy_rows(x: Tensor, order: Permutation) -> Tensor:
         # Imported here: Triton is on GPUs only.
         from lightning_megatron.engine.ops.triton.expert_rows import copy_rows
 
-        return copy_rows(x, order.positions, len(order.assignments))
-    return x.index_select(0, order.assignments // order.positions.shape[1])
+        return copy_rows(x, order.positions, order.total)
+    exists = order.positions < order.total
+    copied = x.new_empty(order.total, x.shape[1])
+    copied[order.positions[exists]] = x[exists.nonzero()[:, 0]]
+    return copied
 
 
 def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
@@ -152,7 +151,7 @@ def select_experts(
         count: Number of this rank's experts, which is also the index of experts of other ranks.
     """
     probs, indices = metadata.chunk(2, dim=1)
-    experts = indices.detach() - first
+    experts = indices.detach().long() - first
     is_local = (experts >= 0) & (experts < count)
     return probs, experts.where(is_local, count)
 

@@ -49,8 +49,6 @@ def _place(
     destinations,
     counts,
     positions,
-    sources,
-    assignments,
     ends,
     rows,
     total,
@@ -86,35 +84,30 @@ def _place(
         is_this = destination[:, None] == column[None, :]
         position = tl.sum(tl.where(is_this, place, 0), 1)
         has_destination = exists & (destination < COUNT)
-        assignment = row * CHOICES + i
-        tl.store(positions + assignment, tl.where(has_destination, position, total), exists)
-        tl.store(sources + position, row, has_destination)
-        tl.store(assignments + position, assignment, has_destination)
+        position = tl.where(has_destination, position, total)
+        tl.store(positions + row * CHOICES + i, position, exists)
 
 
 def sorted_order(
     destinations: Tensor,
     count: int,
     total: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Order of rows by destination, without host synchronization.
 
     Args:
         destinations: [n, k], int64, from 0, different within a row; ``count`` or more for none.
         count: Number of destinations, at most ``MAX_DESTINATIONS``.
-        total: Number of elements of ``destinations`` that are less than ``count``.
+        total: Position of elements without a destination.
 
     Returns:
-        The source row and the assignment at each position, [total], int64; the position of each assignment, ``total``
-        for those without a destination, [n, k], int64; and the end of each destination's positions, [count], int32.
+        The position of each element, [n, k], int64, and the end of each destination's positions, [count], int32.
     """
     destinations = destinations.contiguous()
     rows, choices = destinations.shape
-    sources = destinations.new_empty(total)
-    assignments = destinations.new_empty(total)
     positions = torch.empty_like(destinations)
     if rows == 0:
-        return sources, assignments, positions, destinations.new_zeros(count, dtype=torch.int32)
+        return positions, destinations.new_zeros(count, dtype=torch.int32)
     ends = destinations.new_empty(count, dtype=torch.int32)
     programs = triton.cdiv(rows, _ROWS)
     counts = destinations.new_empty(programs, count, dtype=torch.int32)
@@ -136,8 +129,6 @@ def sorted_order(
         destinations,
         counts,
         positions,
-        sources,
-        assignments,
         ends,
         rows,
         total,
@@ -145,4 +136,4 @@ def sorted_order(
         COUNTS=_COUNTS,
         num_warps=_WARPS,
     )
-    return sources, assignments, positions, ends
+    return positions, ends
