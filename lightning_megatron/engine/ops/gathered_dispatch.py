@@ -27,8 +27,8 @@ While a layer runs backwards, its gradients take up to 57 kB * ep more, and what
 than by all-to-all at ep=2, 11 % at ep=4 and 52 % at ep=8.
 
 **Halves.** From ``HALVES_FROM`` ranks on the rows are exchanged in two halves, each under the products of the other, in
-both passes. Weight gradients are then written and added twice: with 302 M weights (ep=2) this takes 0.9 ms, longer than
-the 0.5 ms of the copies that it hides. Estimates, from the bandwidth of NCCL and of memory.
+both passes. Weight gradients are then added twice, and autograd sums what stands for them: with 302 M weights (ep=2)
+1 ms more, where all copies of a layer take 0.5. Estimates, from the bandwidth of NCCL and of memory.
 
 Rejected: reading rows of other ranks in the kernel that sorts them (symmetric memory): it needs windows for all layers'
 rows, or a barrier and a second exchange to sort them again in the backward pass.
