@@ -155,6 +155,15 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
     Patch(_LAYERS, "fused_weight_gradient_mlp_cuda", _use(weight_gradients.WeightGradient)),
     # Linear layers refuse to fuse without Apex's extension.
     Patch(_LAYERS, "_grad_accum_fusion_available", _use(True)),
+    # Its autograd function prepares for communication and autocast, in many lines of Python for each linear.
+    Patch(
+        _LAYERS,
+        "linear_with_grad_accumulation_and_async_allreduce",
+        weight_gradients.local_linear,
+    ),
+    # Autograd functions that do nothing without tensor parallelism, two of them in each pass of a layer.
+    Patch(_LAYERS, "copy_to_tensor_model_parallel_region", weight_gradients.unless_alone),
+    Patch(_LAYERS, "reduce_from_tensor_model_parallel_region", weight_gradients.unless_alone),
     # The bias is added in a separate pass.
     Patch(
         _LAYERS,

@@ -105,6 +105,9 @@ def _ddp(
         disable_bucketing=index > 0,
     )
     wrapped.broadcast_params()
+    for weight in wrapped.parameters():
+        # Autograd functions that write main_grad read it (ops/weight_gradients.py).
+        weight.is_reduced_in_backward = config.overlap_grad_reduce  # type: ignore[attr-defined]
     return wrapped
 
 
