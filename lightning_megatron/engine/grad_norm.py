@@ -21,6 +21,8 @@ class GradientNorm:
         sizes = {dist.get_world_size(group) for group in self._groups}
         self._reaches_all_ranks = sizes == {dist.get_world_size()}
         """Whether each rank's gradients reach all ranks with the norm, as with the distributed optimizer."""
+        self._weights: list[tuple[list[Tensor], list[Tensor]]] | None = None
+        """Of each part: weights that the norm counts, and the others (``_counted_weights``); None before a step."""
 
     def squared(self, loss: Tensor) -> Tensor:
         """Squared norm: [1], fp32. NaN or infinite also if the loss is: the host reads only this value.
@@ -30,10 +32,12 @@ class GradientNorm:
         counted_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
         copies_by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
         # Experts have their own optimizer and, without sharding, their own group of ranks.
-        for part, group in zip(self._parts, self._groups, strict=True):
-            counted, copies = _counted_gradients(part)
-            counted_by_group.setdefault(group, []).extend(counted)
-            copies_by_group.setdefault(group, []).extend(copies)
+        if self._weights is None:
+            # Asking Megatron for each weight takes a millisecond.
+            self._weights = [_counted_weights(part) for part in self._parts]
+        for (counted, copies), group in zip(self._weights, self._groups, strict=True):
+            counted_by_group.setdefault(group, []).extend(_gradients(counted))
+            copies_by_group.setdefault(group, []).extend(_gradients(copies))
         total = torch.zeros(1, dtype=torch.float32, device=loss.device)
         for group, counted in counted_by_group.items():
             copies = copies_by_group[group]
@@ -54,25 +58,29 @@ class GradientNorm:
         return total
 
 
-def _counted_gradients(
-    part: Any,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of one of Megatron's optimizers that the norm counts, and copies of some that other ranks count.
+def _counted_weights(part: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights of one of Megatron's optimizers whose gradients the norm counts, and copies that other ranks count.
 
-    The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages.
+    The copies are those of weights that every tp rank has, and of weights shared by several pipeline stages. Which
+    weights have gradients does not change between steps.
     """
     if hasattr(part, "get_grads_for_grad_norm"):  # from megatron-core 0.19 on
-        counted: list[Tensor] = part.get_grads_for_grad_norm()
+        gradients: list[Tensor] = part.get_grads_for_grad_norm()
     else:
-        counted = part.get_main_grads_for_grad_norm()
-    counted_ids = {id(gradient) for gradient in counted}
-    gradients = (parameter.grad for parameter in part.get_parameters())
-    copies = [
-        gradient
-        for gradient in gradients
-        if gradient is not None and id(gradient) not in counted_ids
-    ]
+        gradients = part.get_main_grads_for_grad_norm()
+    counted_ids = {id(gradient) for gradient in gradients}
+    counted = []
+    copies = []
+    for weight in part.get_parameters():
+        if id(weight.grad) in counted_ids:
+            counted.append(weight)
+        else:
+            copies.append(weight)
     return counted, copies
+
+
+def _gradients(weights: list[Tensor]) -> list[Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _zero_or_nan(value: Tensor) -> Tensor:

@@ -81,6 +81,11 @@ def _returning(value: Callable[[], Any]) -> Callable[[Any], Any]:
     return lambda original: lambda *args, **kwargs: value()
 
 
+def _with_experts_only(original: Any) -> Any:
+    """``original(config, model)`` for models with experts."""
+    return lambda config, model: config.num_moe_experts and original(config, model)
+
+
 def _set_rng_state(original: Any) -> Any:
     return lambda state, *args, **kwargs: torch.set_rng_state(state)
 
@@ -119,6 +124,26 @@ MEGATRON: tuple[Patch, ...] = (
         _DISTRIBUTED,
         "DistributedOptimizer._copy_main_params_to_model_params",
         _use(adam.copy_shards),
+    ),
+    # They make a view of the gradients' buffer for each parameter in each step, while the GPU may wait for the host.
+    Patch(_DISTRIBUTED, "DistributedOptimizer.zero_grad", adam.keep_gradients),
+    Patch(
+        _DISTRIBUTED,
+        "DistributedOptimizer._copy_model_grads_to_main_grads",
+        adam.use_kept_gradients,
+    ),
+    # It asks each parameter whether Transformer Engine has quantized it.
+    Patch(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup._post_param_sync",
+        _returning(lambda: None),
+        "megatron-core>=0.19,<0.20",
+    ),
+    # It asks each module whether it is a router.
+    Patch(
+        "megatron.core.distributed.finalize_model_grads",
+        "reset_model_temporary_tensors",
+        _with_experts_only,
     ),
     # It needs Transformer Engine, and saves and restores random states that norms do not use.
     Patch(

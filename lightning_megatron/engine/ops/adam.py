@@ -395,6 +395,34 @@ def copy(
         torch._foreach_copy_(targets, sources)
 
 
+def keep_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    """``DistributedOptimizer.zero_grad`` that leaves gradients which are views of DDP's buffers where they are."""
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not _has_views(self):
+            original(self, set_to_none)
+
+    return zero_grad
+
+
+def use_kept_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    """``DistributedOptimizer._copy_model_grads_to_main_grads``, once for all steps if it makes views."""
+
+    def copy_gradients(self: Any) -> None:
+        if not _has_views(self):
+            original(self)
+
+    return copy_gradients
+
+
+def _has_views(optimizer: Any) -> bool:
+    """Whether the gradient of each master weight is a view of DDP's buffer, where each step writes it."""
+    if optimizer.is_stub_optimizer or not optimizer.ddp_config.grad_reduce_in_fp32:
+        return False
+    groups = (*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
+    return all(master.grad is not None for group in groups for master in group)
+
+
 def _shard_in_buffer(optimizer: Any, parameter: Tensor) -> Tensor:
     buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
     shard = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
