@@ -107,7 +107,7 @@ def _ddp(
     wrapped.broadcast_params()
     for weight in wrapped.parameters():
         # Autograd functions that write main_grad read it (ops/weight_gradients.py).
-        weight.is_reduced_in_backward = config.overlap_grad_reduce  # type: ignore[attr-defined]
+        weight.is_reduced_in_backward = config.overlap_grad_reduce
     return wrapped
 
 

@@ -31,7 +31,7 @@ from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
 from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
 from lightning_megatron.engine.ops.triton.grouped_gradient import add_grouped_gradient
 from lightning_megatron.engine.ops.triton.head_norm import head_norm
-from lightning_megatron.engine.ops.triton.norms import add_norm
+from lightning_megatron.engine.ops.triton.norms import add_norm, add_sums
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
 from lightning_megatron.engine.ops.triton.router import route
 from lightning_megatron.engine.ops.triton.row_order import sorted_order
@@ -411,6 +411,48 @@ def test_add_norm_equals_torch(is_rms: bool, has_bias: bool, probability: float)
         *([bias] if has_bias else []),
     ]
     _assert_same(got, (total, normed), inputs)
+
+
+@pytest.mark.parametrize("is_rms", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gradients_without_a_hook_are_added_to_the_buffers(is_rms: bool, has_bias: bool) -> None:
+    x = _random(5, 2, 40)
+    residual = _random(5, 2, 40)
+    weight = _random(40)
+    shift = None if is_rms else _random(40)
+    bias = _random(40) if has_bias else None
+    parameters = (weight, shift, bias)
+    present = [each for each in parameters if each is not None]
+
+    def gradients() -> list[Tensor]:
+        outputs = add_norm(x, bias, residual, weight, shift, 1e-5, 0.0)
+        torch.autograd.backward(outputs, [torch.cos(each) for each in outputs])
+        return [each.grad for each in (x, residual, *present) if each.grad is not None]
+
+    by_autograd = gradients()
+    for each in (x, residual, *present):
+        each.grad = None
+    buffers = [torch.randn_like(each) for each in present]
+    before = [buffer.clone() for buffer in buffers]
+    for parameter, buffer in zip(present, buffers, strict=True):
+        vars(parameter).update(main_grad=buffer, is_reduced_in_backward=False)
+    in_place = gradients()
+    assert len(in_place) == 2
+    added = [after - old for after, old in zip(buffers, before, strict=True)]
+    for ours, theirs in zip([*in_place, *added], by_autograd, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_many_programs_are_added(dtype: torch.dtype) -> None:
+    partial = torch.randn(3, 300, 70, device=DEVICE)  # some tiles each way, the last ones not full
+    buffers = [torch.randn(70, device=DEVICE).to(dtype) for _ in range(3)]
+    expected = [
+        (old.float() + sums).to(dtype) for old, sums in zip(buffers, partial.sum(1), strict=True)
+    ]
+    add_sums(partial, *buffers)
+    for ours, theirs in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_norm_caches_the_result_of_its_own_sum_only() -> None:
