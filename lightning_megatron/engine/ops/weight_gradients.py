@@ -11,6 +11,7 @@ host; of a layer of BERT-large 8 of 12 parameters are those of linears.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ def local_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     four linears took FIGURE us of the host, and take FIGURE.
     """
 
+    @functools.wraps(original)  # which remembers its warnings in an attribute
     def linear(
         input: Tensor,
         weight: Tensor,
