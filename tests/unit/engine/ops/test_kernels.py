@@ -14,10 +14,80 @@ from lightning_megatron.engine.ops.gating import Gating
 from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
 from lightning_megatron.engine.ops.token_dispatch import Dispatcher
+from lightning_megatron.engine.ops.weight_gradients import local_linear
 from lightning_megatron.models.gpt import mask_padded_vocab_
 from tests.marks import on_gpus
 
 DEVICES = ["cpu", on_gpus(1, "cuda")]
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("needs_input_gradient", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear_without_communication_adds_its_gradients_to_the_buffers(
+    has_hook: bool, has_bias: bool, needs_input_gradient: bool, device: str
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Tensor:
+        raise AssertionError("expected the way without communication")
+
+    linear = local_linear(refuse)
+    x = torch.randn(3, 2, 8, device=device, requires_grad=needs_input_gradient)
+    weight: Any = torch.randn(16, 8, device=device, requires_grad=True)
+    bias: Any = torch.randn(16, device=device, requires_grad=True) if has_bias else None
+    present = [weight, bias] if has_bias else [weight]
+    expected = F.linear(x, weight, bias)
+    upstream = torch.randn_like(expected)
+    inputs = [*present, x] if needs_input_gradient else present
+    gradients = torch.autograd.grad(expected, inputs, upstream)
+    before = [torch.randn_like(parameter) for parameter in present]
+    for parameter, buffer in zip(present, before, strict=True):
+        parameter.main_grad = buffer.clone()
+        parameter.grad_added_to_main_grad = False
+        parameter.is_reduced_in_backward = has_hook
+    product = linear(x, weight, bias, True, False, False, tp_group=None)
+    torch.testing.assert_close(product, expected)
+    product.backward(upstream)
+    # Without an input that needs a gradient, autograd would not come here without the parameters either.
+    is_visited = has_hook or not needs_input_gradient
+    for parameter, old, gradient in zip(present, before, gradients, strict=False):
+        torch.testing.assert_close(parameter.main_grad, old + gradient)
+        assert (parameter.grad is not None) == is_visited
+        assert parameter.grad_added_to_main_grad == is_visited
+    if needs_input_gradient:
+        torch.testing.assert_close(x.grad, gradients[-1])
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, weight, bias, True, False, False), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allreduce_dgrad": True},
+        {"sequence_parallel": True},
+        {"gradient_accumulation_fusion": False},
+        {"grad_output_buffer": []},
+        {"gtp_remat_size": 2},
+    ],
+)
+def test_linear_with_communication_or_other_gradients_is_megatrons(options: dict[str, Any]) -> None:
+    def original(*args: Any, **others: Any) -> str:
+        return "Megatron-Core's"
+
+    linear: Any = local_linear(original)  # type: ignore[arg-type]
+    plain = {
+        "gradient_accumulation_fusion": True,
+        "allreduce_dgrad": False,
+        "sequence_parallel": False,
+    }
+    x = torch.randn(3, 2, 8)
+    weight = torch.randn(16, 8)
+    assert linear(x, weight, None, **{**plain, **options}) == "Megatron-Core's"
+    with torch.autocast("cpu"):
+        assert linear(x, weight, None, **plain) == "Megatron-Core's"
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
