@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -171,14 +170,11 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         if self.activation is not None:
             return self.activation(hidden, probs)
-        if self.config.bias_activation_fusion and self._has_spare_rows:  # SwiGLU on a GPU
+        if self.config.bias_activation_fusion:  # SwiGLU on a GPU
             # Imported here: Triton is on GPUs only.
             from lightning_megatron.engine.ops.triton.expert_rows import weighted_swiglu
 
             return weighted_swiglu(hidden, probs, ends[-1:])
-        if self.config.bias_activation_fusion:
-            fused: Tensor = weighted_bias_swiglu_impl(hidden, None, probs[:, None])
-            return fused
         if self.config.gated_linear_unit:
             gate, up = hidden.chunk(2, dim=-1)
             activated: Tensor = self.config.activation_func(gate) * up

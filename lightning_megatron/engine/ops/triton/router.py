@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops.routing import Routing
 
-_TOKENS = 32
+_TOKENS = 16
 """Per program."""
 _WARPS = 4
 

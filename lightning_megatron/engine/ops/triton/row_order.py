@@ -19,7 +19,7 @@ _ROWS = 64
 """Per program."""
 _COUNTS = 32
 """Programs whose counts are read at once."""
-_WARPS = 8
+_WARPS = 4
 MAX_DESTINATIONS = 256
 """A program holds a number for each of its rows and destinations in registers."""
 

@@ -318,8 +318,17 @@ def test_product_is_added_in_the_epilogue(shape: tuple[int, int, int]) -> None:
     right = inputs.columns.double() * inputs.scale
     expected = total + left @ right.t()
     scales = (gradient.scale, inputs.scale)
+    # Tensor cores sum some products with fewer bits than fp32 has; how many is torch's choice, too.
+    added = total + torch._scaled_mm(
+        gradient.columns,
+        inputs.columns.t(),
+        *scales,
+        out_dtype=torch.float32,
+        use_fast_accum=False,
+    )
+    tolerance = 1.5 * relative_error(added, expected.float()) + EXACT * 10
     assert add_product(total, gradient.columns, inputs.columns, scales, fast=False)
-    assert relative_error(total, expected.float()) < EXACT * 10
+    assert relative_error(total, expected.float()) < tolerance
     # Not aligned as cuBLASLt assumes: left to the caller.
     shifted = torch.zeros(n * m + 1, device="cuda")[1:].view(n, m)
     assert not add_product(shifted, gradient.columns, inputs.columns, scales, fast=False)

@@ -58,30 +58,6 @@ def _patch_interpreter_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
 
 
-def _add_to_block(
-    builder: Any,
-    kind: Any,
-    descriptor: Any,
-    value: Any,
-    indices: Any,
-) -> None:
-    del kind  # the only one used is addition
-    pointers, mask = descriptor.materialize_pointers(indices)
-    old = builder.create_descriptor_load(descriptor, indices, None, None)
-    builder.create_masked_store(pointers, builder.create_fadd(old, value), mask, None, None)
-
-
-@pytest.fixture(autouse=True)
-def _patch_interpreter_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add to memory by descriptors, which Triton 3.7's interpreter cannot."""
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder,
-        "create_descriptor_reduce",
-        _add_to_block,
-        raising=False,
-    )
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
