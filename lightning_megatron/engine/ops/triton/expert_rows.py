@@ -130,7 +130,7 @@ def _launch(count: int, width: int) -> tuple[tuple[int], dict[str, Any]]:
     return (triton.cdiv(count, rows),), {"ROWS": rows, "COLUMNS": columns}
 
 
-ELEMENTS = 1024
+ELEMENTS = 2048
 """Results that a program computes at a time."""
 
 
