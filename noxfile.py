@@ -35,7 +35,7 @@ def install(session: nox.Session, *extras: str) -> None:
     Bytecode is cached even if the container image disables it: hundreds of processes would each compile torch again.
     """
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    names = [*extras, *(["gpu"] if HAS_GPU else [])]
+    names = [*extras, *(["flash"] if HAS_GPU else [])]
     session.install("--no-compile", TORCH, "-e", f".[{','.join(names)}]" if names else ".")
 
 

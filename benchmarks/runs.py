@@ -32,7 +32,7 @@ _PACKAGES = (
     "torch",
     "lightning",
     "megatron-core",
-    "liger-kernel",
+    "flash-attn-4",
     "transformer-engine",
     "transformers",
     "triton",

@@ -118,14 +118,15 @@ def _devices() -> Iterable[tuple[str, str]]:
 
 
 def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
-    from lightning_megatron.engine.ops.swiglu import has_liger
+    from lightning_megatron.engine.ops.flash_attention_4 import has_flash_attention_4
 
     state = _NOT_INSTALLED
-    if has_liger():
+    if has_flash_attention_4():
         state = "usable"
-    elif find_spec("liger_kernel"):  # without a working CUDA extension
+    elif find_spec("flash_attn"):  # an older one, or without a working CUDA extension
         state = "installed, but not usable"
-    yield "liger-kernel", state, "fused SwiGLU on a GPU", "pip install 'lightning-megatron[gpu]'"
+    gives = "ALiBi, windows and causal heads of 128 on Hopper"
+    yield "flash-attn-4", state, gives, "pip install 'lightning-megatron[flash]'"
     for package, module, gives, extra in _OPTIONAL:
         state = "usable" if find_spec(module) else _NOT_INSTALLED
         yield package, state, gives, f"pip install 'lightning-megatron[{extra}]'"

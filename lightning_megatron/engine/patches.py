@@ -19,10 +19,9 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.ops import adam, loss, recompute, swiglu, weight_gradients
+from lightning_megatron.engine.ops import adam, loss, recompute, weight_gradients
 from lightning_megatron.engine.ops.gathered_dispatch import AllGatherDispatcher
 from lightning_megatron.engine.ops.report import DeviceType
-from lightning_megatron.engine.ops.swiglu import has_liger
 from lightning_megatron.engine.ops.token_dispatch import AllToAllDispatcher, dispatcher
 
 
@@ -56,9 +55,7 @@ def patches(device_type: DeviceType) -> tuple[Patch, ...]:
     """All patches of a run on ``device_type``, from the model's construction to the last step."""
     rows = [*MEGATRON, *WEIGHT_GRADIENTS, *LIGHTNING]
     if device_type == "cuda":
-        rows += ROPE
-        if has_liger():
-            rows += SWIGLU
+        rows += KERNELS
     return tuple(row for row in rows if _is_installed(row.requirement))
 
 
@@ -203,28 +200,32 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
 _ATTENTION = "megatron.core.transformer.attention"
 
 
-def _rope() -> Any:
-    return importlib.import_module("lightning_megatron.engine.ops.triton.rope")
+def _kernels(name: str) -> Any:
+    """A module of ``ops/triton``, imported when a patch is applied: Triton is on GPUs only."""
+    return importlib.import_module(f"lightning_megatron.engine.ops.triton.{name}")
 
 
-ROPE: tuple[Patch, ...] = (
+KERNELS: tuple[Patch, ...] = (
     # fused_single_qkv_rope asserts without Transformer Engine, whose function it is.
     Patch(_ATTENTION, "HAVE_FUSED_QKV_ROPE", _use(True)),
-    Patch(_ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _rope().split_and_rotate),
+    Patch(
+        _ATTENTION, "apply_fused_qkv_rotary_pos_emb", lambda _: _kernels("rope").split_and_rotate
+    ),
     # Eight kernels per call; its fused variant (apply_rope_fusion) needs Transformer Engine.
     Patch(
         "megatron.core.models.common.embeddings.rope_utils",
         "_apply_rotary_pos_emb_bshd",
-        lambda original: _rope().use_rope_kernel(original),
+        lambda original: _kernels("rope").use_rope_kernel(original),
+    ),
+    # One kernel that recomputes silu in the backward pass is faster and saves less than torch.compile's. It needs
+    # ``bias_activation_fusion=True`` and an MLP without biases.
+    Patch(
+        "megatron.core.fusions.fused_bias_swiglu",
+        "SwiGLUFunction",
+        lambda original: _kernels("swiglu").use_swiglu_kernel(original),
     ),
 )
 """Patches on CUDA."""
-
-SWIGLU: tuple[Patch, ...] = (
-    # One Triton kernel that recomputes silu in the backward pass is faster and saves less than torch.compile's.
-    Patch("megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction", swiglu.liger_swiglu),
-)
-"""Patches if liger-kernel is installed; needs ``bias_activation_fusion=True`` and an MLP without biases."""
 
 
 class _SideStream(torch.cpu.Stream):

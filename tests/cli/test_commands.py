@@ -187,8 +187,11 @@ def test_doctor_shows_versions_slots_and_optional_packages(
     ops = ops_report("cuda" if torch.cuda.is_available() else "cpu")
     rows = [
         f"{'torch'.ljust(18)}  {version('torch')}",
-        "\nliger-kernel ",
+        "\nflash-attn-4 ",
         "MegatronStrategy(offload_optimizer=True) keeps AdamW's state of ",
-        *(f"pip install 'lightning-megatron[{extra}]'" for extra in ("data", "eval", "remote")),
+        *(
+            f"pip install 'lightning-megatron[{extra}]'"
+            for extra in ("data", "eval", "flash", "remote")
+        ),
     ]
     assert [each for each in (*rows, *(reason for *_, reason in ops)) if each not in text] == []

@@ -2,7 +2,7 @@
 
 Weight gradients of every microbatch but the first are added to ``main_grad``. As a product into a new tensor and an
 addition this writes 4 bytes a parameter, then reads 8 and writes 4; here it reads 4 and writes 4, under the product.
-H200, gradient of Llama-3-8B's fc1, [28672, 4096] of 8,192 tokens: FIGURE -> FIGURE ms.
+H200, gradient of Llama-3-8B's qkv, [6144, 4096] of 8,192 tokens, us: 352 -> 296, the product alone 283.
 
 By ctypes on the library that torch has loaded, with torch's handle: four calls, of an interface that is stable since
 CUDA 11. nvmath-python has bindings of the same functions; its 5 MB and four further packages would save the

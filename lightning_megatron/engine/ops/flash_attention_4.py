@@ -97,10 +97,13 @@ def attend_flash_attention_4(
         window = (pattern.window - 1, 0)
     functions: ScoreFunctions | tuple[None, None] = (None, None)
     if alibi is not None:
-        functions = _alibi_functions(alibi.num_heads, alibi.first_head, q.shape[1])
+        functions = _alibi_functions(alibi.num_heads, alibi.first_head)
     forward, backward = functions
+    # Slopes are those of a row's heads.
+    separates_rows = alibi is not None
+    arguments = [_rows_of_heads(x, separates_rows) for x in (q, k, v)]
     out: Tensor = flash_attn_func(
-        *(_rows_as_heads(x) for x in (q, k, v)),
+        *arguments,
         softmax_scale=scale,
         causal=True,
         window_size=window,
@@ -108,15 +111,20 @@ def attend_flash_attention_4(
         score_mod_bwd=backward,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )[0]
+    if separates_rows:
+        return out.transpose(1, 2)
     rows, heads, length, width = q.shape
     return out.view(length, rows, heads, width).permute(1, 2, 0, 3)
 
 
-def _rows_as_heads(x: Tensor) -> Tensor:
-    """One row with the heads of all rows, [1, s, b * n, hn], of [b, n, s, hn].
+def _rows_of_heads(x: Tensor, separates_rows: bool) -> Tensor:
+    """Arguments in FlashAttention's layout, of [b, n, s, hn]: [b, s, n, hn], or one row of the heads of all rows.
 
-    The engine's layout is [s, b, n, hn], and results are written in that of the arguments: so nothing is copied.
+    The engine's layout is [s, b, n, hn], and results are written contiguously in that of the arguments: of one row,
+    [1, s, b * n, hn], nothing is copied, neither results nor gradients.
     """
+    if separates_rows:
+        return x.transpose(1, 2)
     return x.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
@@ -139,20 +147,14 @@ def slope_exponent(head: Any, num_heads: int, where: Callable[..., Any] | None =
 
 
 @functools.cache
-def _alibi_functions(num_heads: int, first_head: int, num_local_heads: int) -> ScoreFunctions:
-    """Kernels that add the slope of a head times the distance.
-
-    Args:
-        num_heads: Heads of the full model.
-        first_head: First head of this rank.
-        num_local_heads: Heads of this rank, which each row has.
-    """
+def _alibi_functions(num_heads: int, first_head: int) -> ScoreFunctions:
+    """Kernels that add the slope of a head times the distance; heads are those of a rank from ``first_head`` on."""
     from cutlass import Float32, cute
 
     # Without annotations, which the compiler would read as types of a kernel's arguments.
     @cute.jit
     def add_bias(score, row, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
-        number = (head % num_local_heads + first_head).to(Float32)
+        number = (head + first_head).to(Float32)
         slope = cute.math.exp2(slope_exponent(number, num_heads, cute.where))
         return score + slope * (kv_idx - q_idx).to(Float32)
 

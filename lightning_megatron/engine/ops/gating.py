@@ -4,7 +4,8 @@ Products of bf16 numbers are exact in fp32 and summed in fp32, so that convertin
 Megatron does without Transformer Engine, gains no digit; but fp32 products run without tensor cores. The gradient of
 the logits is split into two bf16 numbers, whose sum has 16 of its 24 bits: one product has both.
 
-FIGURE
+H200, 16,384 tokens of 2,048 to 128 experts, us, fp32 and this: forward 285, 25; backward 568, 109. Logits differ from
+exact ones by 2.5e-7 and 2.1e-6, gradients by 1.7e-3, their rounding to bf16, both ways.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lightning_megatron.engine.ops.swiglu import has_liger
+from lightning_megatron.engine.ops.flash_attention_4 import has_flash_attention_4
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -29,8 +29,8 @@ _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
     "norm": ("Triton kernel fused with the residual addition, else torch", "one pass over memory"),
     "Adam": ("Triton kernel", "clips, updates and copies in one pass"),
     "RoPE": ("Triton kernel", "fused with the split into q, k and v"),
-    "SwiGLU": ("Megatron-Core", "liger-kernel is not installed"),
-    "cross-entropy": ("torch.compile", "a third of the memory and time of the alternatives"),
+    "SwiGLU": ("Triton kernel", "recomputes in the backward pass"),
+    "cross-entropy": ("Triton kernels", "read and write the logits once"),
 }
 
 
@@ -39,6 +39,9 @@ def ops_report(device_type: DeviceType) -> list[tuple[str, str, str]]:
     ops = dict(_ON_CPU)
     if device_type == "cuda":
         ops |= _ON_CUDA
-        if has_liger():
-            ops["SwiGLU"] = ("liger-kernel", "recomputes in the backward pass")
+        if has_flash_attention_4():
+            ops["core attention"] = (
+                "FlashAttention-4 for causal heads of 128 on Hopper, torch SDPA, FlexAttention for masks",
+                "the fastest for each kind of attention",
+            )
     return [(op, *chosen) for op, chosen in ops.items()]

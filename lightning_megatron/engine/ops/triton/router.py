@@ -4,7 +4,8 @@ torch needs twenty kernels forward and as many backward, of which ``topk`` alone
 the logits of a few tokens once; the backward pass computes their scores again. Sums over tokens, for the auxiliary
 loss, are in a fixed order: of each program's tokens first.
 
-FIGURE
+H200, 16,384 tokens, 8 of 128 experts, us, torch and this: forward 230, 63 with the sums; backward 61, 24; the host 640,
+526.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

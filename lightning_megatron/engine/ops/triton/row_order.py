@@ -4,7 +4,7 @@ torch sorts keys by radix, and six more kernels invert the order and find the en
 are few of them, so that each program counts those of its rows, and a second kernel adds up the counts of the programs
 before it and writes every index once. The order is the stable one, whatever the programs' order.
 
-FIGURE
+H200, 131,072 rows to 128 destinations: torch 61 us and 250 of the host, here 36 and 89.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

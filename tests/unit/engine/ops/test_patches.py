@@ -5,25 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.engine import patches as table
-from lightning_megatron.engine.ops import report
 from lightning_megatron.engine.ops.report import DeviceType, ops_report
 from lightning_megatron.engine.patches import patches, replacements
 from lightning_megatron.engine.runtime import patched
 
 
-def _install(monkeypatch: pytest.MonkeyPatch, *, has_liger: bool) -> None:
-    for module in (report, table):
-        monkeypatch.setattr(module, "has_liger", lambda: has_liger)
-
-
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_every_patch_is_applied_and_undone(
-    device_type: DeviceType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_patch_is_applied_and_undone(device_type: DeviceType) -> None:
     if device_type == "cuda":
         pytest.importorskip("triton")
-    _install(monkeypatch, has_liger=False)  # liger-kernel's patches need a GPU
     targets = replacements(patches(device_type))
 
     def values() -> list[Any]:
@@ -44,9 +34,8 @@ def test_every_patch_is_applied_and_undone(
     assert all(isinstance(a, type) == isinstance(b, type) for a, b in of_torch)
 
 
-def test_liger_kernel_is_used_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(monkeypatch, has_liger=True)
-    implementations: dict[DeviceType, str] = {"cuda": "liger-kernel", "cpu": "Megatron-Core"}
+def test_kernels_are_used_on_cuda_only() -> None:
+    implementations: dict[DeviceType, str] = {"cuda": "Triton kernel", "cpu": "Megatron-Core"}
     for device_type, used in implementations.items():
         patched_names = {row.attribute for row in patches(device_type)}
         assert ("SwiGLUFunction" in patched_names) == (device_type == "cuda")

@@ -634,7 +634,18 @@ def _swiglu(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [40, 2500])
 def test_swiglu_equals_torch(width: int) -> None:
     x = _random(7, 2 * width)
-    _assert_same([swiglu(x)], [_swiglu(x)], [x])
+    activated = swiglu(x)
+    _assert_same([activated], [_swiglu(x)], [x])
+    # Nobody asked for it.
+    assert not hasattr(activated, "known_magnitude")
+
+
+def test_swiglu_of_no_rows_has_gradients() -> None:
+    x = _random(0, 16)
+    activated = swiglu(x)
+    (gradient,) = torch.autograd.grad(activated, x, torch.ones_like(activated))
+    assert activated.shape == (0, 8)
+    assert gradient.shape == (0, 16)
 
 
 def _read_again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -719,6 +730,7 @@ def test_nonfinite_elements_are_the_largest(value: float) -> None:
     x = torch.randn(9, 64, device=DEVICE)
     x[4, 3] = value
     x[4, 35] = 1e30
+    magnitudes.mark(x)
     activated = swiglu(x)
     got = magnitudes.largest_magnitude(activated)
     assert hasattr(activated, "known_magnitude")
@@ -727,7 +739,9 @@ def test_nonfinite_elements_are_the_largest(value: float) -> None:
 
 def test_magnitude_of_changed_values_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     read = _read_again(monkeypatch)
-    activated = swiglu(torch.randn(6, 64, device=DEVICE))
+    x = torch.randn(6, 64, device=DEVICE)
+    magnitudes.mark(x)
+    activated = swiglu(x)
     assert torch.equal(magnitudes.largest_magnitude(activated), activated.abs().max().reshape(1))
     assert not read
     part = activated[:3]
