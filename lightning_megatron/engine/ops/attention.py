@@ -283,7 +283,8 @@ class SDPAttention(MegatronModule):
         dropout: float,
     ) -> bool:
         """Whether FlashAttention-4 computes this attention without a mask."""
-        if dropout > 0.0 or self.softcap is not None or self.sinks is not None:
+        is_softmax = dropout == 0.0 and self.softcap is None and self.sinks is None
+        if not q.is_cuda or not is_softmax:
             return False
         return can_use_flash_attention_4(q, k, v, pattern, self._alibi_of(q))
 

@@ -59,8 +59,8 @@ def can_use_flash_attention_4(
     pattern: Pattern,
     alibi: Alibi | None,
 ) -> bool:
-    """Whether it computes this attention, and faster; q, k and v are [b, n, s, hn]."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+    """Whether it computes this attention, and faster; q, k and v are [b, n, s, hn], on CUDA."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
         return False
     is_causal = pattern.causal and pattern.num_queries == pattern.num_keys and not pattern.cross
     has_width = q.shape[3] == v.shape[3] == _HEAD_WIDTH
