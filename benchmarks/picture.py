@@ -10,17 +10,21 @@ HEADING = "## Beside peers"
 
 
 def peers(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
-    """Parse the table: names of the implementations, and the measurements of each case, None if missing.
+    """Parse the table: names of the implementations, and the figures of each case, None if missing.
+
+    A case's name has the number of GPUs and the day in its last line.
 
     Args:
         text: Content of ``results.md``; the table is the first one below the heading.
     """
     section = text.split(f"\n{HEADING}", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    (_, *names), _, *rows = (
+    (_, _, *names), _, *rows = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines
     )
-    return names, {case: [_number(cell) for cell in cells] for case, *cells in rows}
+    return names, {
+        f"{case}, {measured}": [_number(cell) for cell in cells] for case, measured, *cells in rows
+    }
 
 
 def _number(cell: str) -> float | None:
@@ -50,7 +54,9 @@ def draw(names: list[str], figures: dict[str, list[float | None]], file: Path) -
         axes.set_ylabel(case.replace(", ", "\n"), rotation=0, ha="right", va="center", fontsize=8)
         axes.invert_yaxis()
         axes.spines[:].set_visible(False)
-    figure.suptitle("tokens/s of a GPU, NVIDIA H200", fontsize=10)
+    figure.suptitle(
+        "tokens/s of a GPU, NVIDIA H200, measured on the day below each case", fontsize=10
+    )
     figure.savefig(file, dpi=100)
 
 
