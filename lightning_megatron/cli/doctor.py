@@ -123,7 +123,7 @@ def _optional_packages() -> Iterable[tuple[str, str, str, str]]:
     state = _NOT_INSTALLED
     if has_flash_attention_4():
         state = "usable"
-    elif find_spec("flash_attn"):  # an older one, or without a working CUDA extension
+    elif find_spec("flash_attn"):  # an older one, or on another GPU
         state = "installed, but not usable"
     gives = "ALiBi, windows and causal heads of 128 on Hopper"
     yield "flash-attn-4", state, gives, "pip install 'lightning-megatron[flash]'"

@@ -39,17 +39,14 @@ class ScoreFunctions(NamedTuple):
 
 @functools.cache
 def has_flash_attention_4() -> bool:
-    """Whether the package is installed and can be imported."""
+    """Whether the package can be imported, which takes seconds, and this process's GPU is one for which it is used."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
+        return False
     try:
         importlib.import_module("flash_attn.cute")
     except Exception:  # a half-installed CUDA extension raises OSError, RuntimeError or worse
         return False
     return True
-
-
-@functools.cache
-def _is_measured(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
 def can_use_flash_attention_4(
@@ -66,8 +63,7 @@ def can_use_flash_attention_4(
     has_width = q.shape[3] == v.shape[3] == _HEAD_WIDTH
     # Falcon's biases are rounded to bfloat16, position by position.
     has_known_biases = alibi is None or alibi.kind == "bloom"
-    is_known = is_causal and has_width and has_known_biases
-    return is_known and _is_measured(q.device) and has_flash_attention_4()
+    return is_causal and has_width and has_known_biases and has_flash_attention_4()
 
 
 def attend_flash_attention_4(

@@ -553,7 +553,7 @@ def test_flash_attention_4_equals_the_cpu(
     groups: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not has_flash_attention_4() or torch.cuda.get_device_capability() != (9, 0):
+    if not has_flash_attention_4():
         pytest.skip("needs flash-attn-4 and a Hopper GPU")
     lengths = []
 
