@@ -222,6 +222,9 @@ _IGNORED_RECORDS = {
         "💡 Tip: For seamless cloud|"
         "The following callbacks returned in .* Trainer: ((Whole)?(Rich)?ModelSummary(, )?)+$"
     ),
+    "megatron.core.distributed.distributed_data_parallel": re.compile(
+        "DistributedDataParallel: full_param_layout not provided"
+    ),
     "megatron.core.tensor_parallel.random": re.compile(
         "CPU RNG state changed within GPU RNG context"
     ),
@@ -229,7 +232,8 @@ _IGNORED_RECORDS = {
 }
 """Ignored log records by logger. Lightning 2.6.6 recommends litlogger and litmodels at each start, and reports that its
 summary of this rank's shard is replaced by ours of the whole model. Megatron on a CPU: both RNG states are of one
-generator. Megatron 0.19, for each layer: the MLP is specified in the form that 0.16 requires."""
+generator. Megatron 0.18 and later: DDP computes the layout of its buffers itself, as in 0.16; and for each layer, the
+MLP is specified in the form that 0.16 requires."""
 _RECORDS_OF_ONE_RANK = {
     "transformers.configuration_utils": re.compile("Model config: "),
 }

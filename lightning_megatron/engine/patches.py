@@ -20,7 +20,10 @@ from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
 from lightning_megatron.engine.ops import adam, loss, recompute, weight_gradients
-from lightning_megatron.engine.ops.gathered_dispatch import AllGatherDispatcher
+from lightning_megatron.engine.ops.gathered_dispatch import (
+    AllGatherDispatcher,
+    compute_by_dispatcher,
+)
 from lightning_megatron.engine.ops.report import DeviceType
 from lightning_megatron.engine.ops.token_dispatch import AllToAllDispatcher, dispatcher
 
@@ -134,7 +137,7 @@ MEGATRON: tuple[Patch, ...] = (
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBucketGroup._post_param_sync",
         _returning(lambda: None),
-        "megatron-core>=0.19,<0.20",
+        "megatron-core>=0.18,<0.20",
     ),
     # It asks each module whether it is a router.
     Patch(
@@ -157,6 +160,8 @@ MEGATRON: tuple[Patch, ...] = (
     Patch(_MOE, "MoEAlltoAllTokenDispatcher", _use(dispatcher(AllToAllDispatcher))),
     # It gathers the probabilities of all experts, needs the same number of rows on all ranks, and waits for counts.
     Patch(_MOE, "MoEAllGatherTokenDispatcher", _use(dispatcher(AllGatherDispatcher))),
+    # It calls the experts once, for all rows; the dispatcher above calls them for each part, while others are sent.
+    Patch(_MOE, "MoELayer.routed_experts_compute", compute_by_dispatcher),
     # It recomputes the complete MLP with its matrix products, or nothing (and warns of a subclass in a layer spec).
     Patch("megatron.core.transformer.mlp", "MLP.forward", recompute.recompute_activation),
 )

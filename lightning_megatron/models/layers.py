@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -38,7 +38,6 @@ from lightning_megatron.engine.ops.attention import SDPAttention
 from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.context import ContextParallelAttention
 from lightning_megatron.engine.ops.experts import GroupedExperts, clamped_swiglu
-from lightning_megatron.engine.ops.gathered_dispatch import ExpertsLayer
 from lightning_megatron.engine.ops.key_value_cache import LatentCache
 from lightning_megatron.engine.ops.norms import BiasDropoutAdd, Norm, NormOfAllHeads
 from lightning_megatron.engine.ops.random_state import forked
@@ -168,7 +167,7 @@ def _experts(model: ModelConfig) -> ModuleSpec:
         min_topk_sum=experts.min_topk_sum,
     )
     return ModuleSpec(
-        module=ExpertsLayer,
+        module=MoELayer,
         submodules=MoESubmodules(
             router=router,
             experts=ModuleSpec(

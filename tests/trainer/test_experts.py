@@ -35,8 +35,13 @@ def _fit_and_read_logs(run: Run) -> tuple[str, Logged]:
     """Lightning's model summary; logged metrics and the expert counts that callbacks see."""
     from lightning.pytorch.callbacks import ModelSummary
 
-    with recorded_log("lightning.pytorch.callbacks.model_summary") as summary:
+    with (
+        recorded_log("lightning.pytorch.callbacks.model_summary") as summary,
+        recorded_log("megatron.core") as warnings,
+    ):
         trainer, _ = fit(run, ModelSummary())
+    # Megatron knows the types of all layers, for example.
+    assert not warnings.getvalue()
     counts = trainer.strategy.step_shape.expert_counts
     return summary.getvalue(), (metrics_of(trainer), counts.tolist())
 

@@ -37,7 +37,7 @@ rows, or a barrier and a second exchange to sort them again in the backward pass
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -147,8 +147,8 @@ class _Finish(torch.autograd.Function):
 class AllGatherDispatcher(Dispatcher):
     """All-gathers the rows of the ep group, and reduce-scatters the outputs of the experts, without host waits.
 
-    Replaces ``MoEAllGatherTokenDispatcher``. ``ExpertsLayer`` calls ``compute`` between ``token_dispatch`` and
-    ``token_combine``.
+    Replaces ``MoEAllGatherTokenDispatcher``. The layer calls ``compute`` between ``token_dispatch`` and
+    ``token_combine`` (``compute_by_dispatcher``).
 
     Attributes:
         max_rows: Largest number of rows of the ranks; None if all have the same. See ``equal_rows``.
@@ -265,21 +265,24 @@ class AllGatherDispatcher(Dispatcher):
         return outputs[:num_tokens].view(self._shape)
 
 
-class ExpertsLayer(MoELayer):
-    """Megatron's layer of a mixture of experts, in which an ``AllGatherDispatcher`` calls the experts itself."""
+def compute_by_dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``MoELayer.routed_experts_compute``, in which an ``AllGatherDispatcher`` calls the experts itself.
 
-    @override
+    No subclass of the layer: up to megatron-core 0.17 layers pass process groups to ``MoELayer`` alone, and warn.
+    """
+
     def routed_experts_compute(
-        self,
+        self: MoELayer,
         hidden_states: Tensor,
         probs: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         dispatcher = self.token_dispatcher
         if isinstance(dispatcher, AllGatherDispatcher):
             return dispatcher.compute(self.experts, hidden_states, probs), None
-        computed: tuple[Tensor, Tensor | None]
-        computed = super().routed_experts_compute(hidden_states, probs)
+        computed: tuple[Tensor, Tensor | None] = original(self, hidden_states, probs)
         return computed
+
+    return routed_experts_compute
 
 
 @contextlib.contextmanager
