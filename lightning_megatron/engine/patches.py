@@ -154,7 +154,7 @@ MEGATRON: tuple[Patch, ...] = (
         "megatron.core.transformer.moe.moe_utils",
         "te_general_gemm",
         lambda original: original,
-        "megatron-core<0.19",
+        "megatron-core<0.17",
     ),
     # The host waits three times per layer, a token is sent once per expert, sums are atomic additions in bf16.
     Patch(_MOE, "MoEAlltoAllTokenDispatcher", _use(dispatcher(AllToAllDispatcher))),
