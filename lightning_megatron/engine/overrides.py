@@ -87,7 +87,7 @@ _REFUSED: dict[type, dict[str, str]] = {
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "
         "output_layer_init_method embedding_init_method deallocate_pipeline_outputs expert_tensor_parallel_size "
         "moe_router_dtype moe_router_load_balancing_type defer_embedding_wgrad_compute wgrad_deferral_limit",
-        _UNREAD: "moe_*",
+        _UNREAD: "moe_* overlap_dispatch_*",
     },
     OptimizerConfig: {
         "use MegatronModule(lr=)": "lr",
