@@ -145,7 +145,8 @@ def _add_norm_backward(
             gradient = tl.where(kept, gradient * keep_scale, 0.0)
             tl.store(d_x + offset, gradient, mask=inside)
         if AMAX:
-            bits = tl.maximum(bits, magnitude_bits(gradient))
+            # A LayerNorm's mean gradient is subtracted behind the last column, too.
+            bits = tl.maximum(bits, tl.where(inside, magnitude_bits(gradient), 0))
         if HAS_BIAS:
             d_bias += gradient
     if AMAX:

@@ -260,5 +260,7 @@ def route(
         is_padding: [tokens], bool: tokens that do not count in the sums; None for none.
         routing: How experts are chosen.
     """
+    if is_padding is not None:
+        is_padding = is_padding.contiguous()
     outputs = _Route.apply(logits.contiguous(), bias, is_padding, routing)
     return Routed(*outputs)

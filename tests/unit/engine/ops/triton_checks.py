@@ -294,7 +294,8 @@ def test_routing_equals_torch(
 ) -> None:
     logits = _random(tokens, experts)
     bias = torch.randn(experts, device=DEVICE) if has_bias else None
-    is_padding = torch.rand(tokens, device=DEVICE) < 0.3 if has_padding else None
+    # A column of a mask, as rows that are transposed may be.
+    is_padding = (torch.rand(tokens, 3, device=DEVICE) < 0.3)[:, 1] if has_padding else None
     got = route(logits, bias, is_padding, routing)
     expected = _routed(logits, bias, is_padding, routing)
     assert torch.equal(got.experts, expected[1])
@@ -707,6 +708,18 @@ def test_magnitudes_of_add_norm_are_known(
     total, normed = add_norm(output, bias, residual, weight, None, 1e-5, probability)
     _assert_known(normed.flatten(0, 1), monkeypatch)
     torch.autograd.backward((total, normed), (torch.randn_like(total), torch.randn_like(normed)))
+    _assert_known(gradients[0], monkeypatch)
+
+
+def test_magnitude_of_a_layer_norms_gradient_is_that_of_its_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = _random(9, 2, 40)  # the kernel's rows have 64 columns
+    output, gradients = _linear(x)
+    weight, shift = (torch.ones(40, device=DEVICE) for _ in range(2))
+    total, normed = add_norm(output, None, torch.zeros_like(x), weight, shift, 1e-5, 0.0)
+    # A gradient that the norm takes out.
+    torch.autograd.backward((total, normed), (torch.zeros_like(x), torch.full_like(x, 100.0)))
     _assert_known(gradients[0], monkeypatch)
 
 
