@@ -188,6 +188,8 @@ WEIGHT_GRADIENTS: tuple[Patch, ...] = (
         "linear_with_grad_accumulation_and_async_allreduce",
         weight_gradients.local_linear,
     ),
+    # It returns no gradient of the bias.
+    Patch(_LAYERS, "linear_with_frozen_weight", weight_gradients.with_trained_bias),
     # Autograd functions that do nothing without tensor parallelism, two of them in each pass of a layer.
     Patch(_LAYERS, "copy_to_tensor_model_parallel_region", weight_gradients.unless_alone),
     Patch(_LAYERS, "reduce_from_tensor_model_parallel_region", weight_gradients.unless_alone),

@@ -27,7 +27,7 @@ from tests.parity.training import (
 )
 from tests.ranks import run_ranks
 
-What = Literal["embeddings", "lower half", "all but the last layer"]
+What = Literal["embeddings", "lower half", "all but the last layer", "all but the biases"]
 OPTIMIZER = (
     ("beta1", 0.8),
     ("beta2", 0.95),
@@ -55,6 +55,9 @@ def train_frozen(
 
         def configure_model(self) -> None:
             super().configure_model()
+            if what == "all but the biases":
+                _freeze_all_but_biases(self.model_chunks)
+                return
             last_frozen = {"embeddings": 0, "lower half": 2, "all but the last layer": 3}[what]
             for chunk in map(unwrap, self.model_chunks):  # type: ignore[arg-type]
                 if hasattr(chunk, "embedding"):
@@ -71,8 +74,16 @@ def train_frozen(
     return run, moments, sum(p.numel() for p in weights if p.requires_grad)
 
 
+def _freeze_all_but_biases(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.endswith("bias"))
+
+
 def _freeze(model: Any, what: What) -> None:
     """Freeze the same in Hugging Face's model."""
+    if what == "all but the biases":
+        _freeze_all_but_biases(model)
+        return
     body = model.transformer
     if what == "all but the last layer":
         model.requires_grad_(False)
@@ -110,6 +121,7 @@ def _freeze(model: Any, what: What) -> None:
             ),
         ),
         ("all but the last layer", Layout(tp=2, dp=2, distributed_optimizer=False)),
+        ("all but the biases", Layout(tp=2, sequence_parallel=True)),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ by atomic additions, as cuDNN's is, unless torch's deterministic algorithms are 
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ def has_flash_attention_4() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _CAPABILITY:
         return False
     try:
+        # FlashAttention-2 has a module of this name as well, with fewer arguments.
+        importlib.metadata.version("flash-attn-4")
         importlib.import_module("flash_attn.cute")
     except Exception:  # a half-installed CUDA extension raises OSError, RuntimeError or worse
         return False

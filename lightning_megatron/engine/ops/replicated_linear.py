@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import (
-    linear_with_frozen_weight,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -49,9 +46,10 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return the product, [..., out], and no bias to add, as Megatron's linears do."""
-        multiply = linear_with_frozen_weight
+        # Not imported by name: both are patched (engine/patches.py).
+        multiply = layers.linear_with_frozen_weight
         if self.weight.requires_grad:
-            multiply = linear_with_grad_accumulation_and_async_allreduce
+            multiply = layers.linear_with_grad_accumulation_and_async_allreduce
         product: Tensor = multiply(
             x,
             self.weight,

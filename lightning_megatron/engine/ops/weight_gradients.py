@@ -174,6 +174,23 @@ def local_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return linear
 
 
+def with_trained_bias(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``linear_with_frozen_weight`` whose bias is trained if it is not frozen, too; Megatron's gives it no gradient."""
+
+    def linear(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *others: Any,
+        **options: Any,
+    ) -> Tensor:
+        if bias is None or not bias.requires_grad:
+            return original(input, weight, bias, *others, **options)
+        return original(input, weight, None, *others, **options) + bias
+
+    return linear
+
+
 def unless_alone(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A mapping of a tensor over a group, without the autograd function that does nothing in a group of one rank."""
 

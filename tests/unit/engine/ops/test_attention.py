@@ -3,7 +3,10 @@
 The rest is compared with Hugging Face's models in tests/families, and with one process in tests/parity.
 """
 
+import importlib.metadata
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -567,6 +570,23 @@ def test_flash_attention_4_equals_the_cpu(
         qkv = _qkv(length, length, groups, width=128, device="cuda")
         _assert_equals_cpu(layer, qkv, None)
     assert lengths == [640, 523]
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_flash_attention_2s_module_is_not_taken_for_4s(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package == "flash-attn-4" and not is_installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "4.0.0b36"
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert has_flash_attention_4.__wrapped__() == is_installed
 
 
 @pytest.mark.parametrize("num_heads", [1, 6, 8, 71])
