@@ -170,7 +170,8 @@ class GroupedExperts(MegatronModule):
     ) -> Tensor:
         if self.activation is not None:
             return self.activation(hidden, probs)
-        if self.config.bias_activation_fusion:  # SwiGLU on a GPU
+        is_swiglu = self.config.gated_linear_unit and self.config.activation_func is F.silu
+        if is_swiglu and self.config.bias_activation_fusion and hidden.is_cuda:
             # Imported here: Triton is on GPUs only.
             from lightning_megatron.engine.ops.triton.expert_rows import weighted_swiglu
 

@@ -66,12 +66,15 @@ class WeightGradient:
     wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)
 
 
-def is_reduced_in_backward(parameter: Tensor) -> bool:
-    """Whether a hook of DDP waits for the gradient of ``parameter``, because its reduction overlaps the backward pass.
+def has_hook(parameter: Tensor) -> bool:
+    """Whether a hook waits for the gradient of ``parameter``.
 
-    ``engine/wrap.py`` sets the attribute; other wrappers may have hooks, too.
+    One of DDP, if its reduction overlaps the backward pass (``engine/wrap.py`` sets the attribute; other wrappers may
+    have hooks, too), or one that a user has registered.
     """
-    return getattr(parameter, "is_reduced_in_backward", True)
+    if getattr(parameter, "is_reduced_in_backward", True):
+        return True
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def tracked(x: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -81,7 +84,7 @@ def tracked(x: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         x: Another input of the function. If it needs no gradient, the function must have another one that does.
         parameters: The function's parameters.
     """
-    if x.requires_grad and not is_reduced_in_backward(parameters[0]):
+    if x.requires_grad and not any(map(has_hook, parameters)):
         return ()
     return parameters
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops import magnitudes
 from lightning_megatron.engine.ops.triton.magnitudes import magnitude_bits, raise_magnitude
-from lightning_megatron.engine.ops.weight_gradients import is_reduced_in_backward
+from lightning_megatron.engine.ops.weight_gradients import has_hook
 
 
 @triton.jit
@@ -389,7 +389,7 @@ def _gradient_buffers(x: Tensor, parameters: tuple[Any, ...]) -> list[Tensor | N
         buffer = None
         if parameter is not None:
             buffer = getattr(parameter, "main_grad", None)
-            if buffer is None or is_reduced_in_backward(parameter):
+            if buffer is None or has_hook(parameter):
                 return None
         buffers.append(buffer)
     return buffers

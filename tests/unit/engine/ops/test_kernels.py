@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from lightning_megatron.engine.ops.experts import grouped_matmul
+from lightning_megatron.engine.ops.experts import GroupedExperts, grouped_matmul
 from lightning_megatron.engine.ops.gating import Gating
 from lightning_megatron.engine.ops.loss import token_losses
 from lightning_megatron.engine.ops.recompute import recompute_activation
@@ -88,6 +88,28 @@ def test_linear_with_communication_or_other_gradients_is_megatrons(options: dict
     assert linear(x, weight, None, **{**plain, **options}) == "Megatron-Core's"
     with torch.autocast("cpu"):
         assert linear(x, weight, None, **plain) == "Megatron-Core's"
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fused_activation_of_experts_is_that_of_the_config(activation: Any, device: str) -> None:
+    config = SimpleNamespace(
+        gated_linear_unit=True,
+        activation_func=activation,
+        bias_activation_fusion=True,  # as an override may set it
+    )
+    experts: Any = SimpleNamespace(config=config, activation=None)
+    rows = torch.randn(5, 16, device=device)
+    factors = torch.rand(5, device=device)
+    ends = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    gate, up = rows.chunk(2, dim=-1)
+    torch.testing.assert_close(
+        GroupedExperts._activation(experts, rows, factors, ends),
+        activation(gate) * up * factors[:, None],
+    )
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------

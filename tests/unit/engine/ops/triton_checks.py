@@ -420,6 +420,20 @@ def test_gradients_without_a_hook_are_added_to_the_buffers(is_rms: bool, has_bia
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_users_get_the_gradients_of_norms(kind: str) -> None:
+    x = _random(5, 2, 40)
+    weight = _random(40)
+    vars(weight).update(main_grad=torch.zeros_like(weight), is_reduced_in_backward=False)
+    calls: list[Tensor] = []
+    getattr(weight, kind)(calls.append)
+    _, normed = add_norm(x, None, x.detach(), weight, None, 1e-5, 0.0)
+    normed.sum().backward()
+    assert len(calls) == 1
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, F.rms_norm(2.0 * x, (40,), None, 1e-5).sum((0, 1)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_many_programs_are_added(dtype: torch.dtype) -> None:
     partial = torch.randn(3, 300, 70, device=DEVICE)  # some tiles each way, the last ones not full
