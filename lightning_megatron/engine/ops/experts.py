@@ -137,7 +137,8 @@ class GroupedExperts(MegatronModule):
 
     def _draws_numbers(self) -> bool:
         """Whether a second call of the first linear gives another result, by the dropout of its adapters."""
-        return self.training and getattr(self, "linear_fc1_lora", None) is not None
+        adapters = getattr(self, "linear_fc1_lora", None)
+        return self.training and adapters is not None and adapters.dropout > 0.0
 
     def _add_bias(
         self,

@@ -90,7 +90,7 @@ def test_linear_with_communication_or_other_gradients_is_megatrons(options: dict
         assert linear(x, weight, None, **plain) == "Megatron-Core's"
 
 
-# ---- experts ----------------------------------------------------------------------------------------------------------
+# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", [F.silu, F.gelu])
@@ -110,6 +110,19 @@ def test_fused_activation_of_experts_is_that_of_the_config(activation: Any, devi
         GroupedExperts._activation(experts, rows, factors, ends),
         activation(gate) * up * factors[:, None],
     )
+
+
+@pytest.mark.parametrize(
+    ("dropout", "training", "draws"),
+    [(None, True, False), (0.0, True, False), (0.1, True, True), (0.1, False, False)],
+)
+def test_only_dropout_of_adapters_keeps_the_first_product(
+    dropout: float | None, training: bool, draws: bool
+) -> None:
+    experts: Any = SimpleNamespace(training=training)
+    if dropout is not None:
+        experts.linear_fc1_lora = SimpleNamespace(dropout=dropout)
+    assert GroupedExperts._draws_numbers(experts) == draws
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
