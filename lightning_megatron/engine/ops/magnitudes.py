@@ -36,8 +36,13 @@ def mark(output: Tensor) -> None:
 
 
 def is_marked(x: Tensor) -> bool:
-    """Whether ``x`` is the output of an fp8 linear, or a view of one."""
-    return any(getattr(tensor, "is_from_fp8_linear", False) for tensor in _with_base(x))
+    """Whether ``x`` is the output of an fp8 linear, or a view of one, and magnitudes can be noted.
+
+    On GPUs Lightning evaluates in inference mode, in which changes are not counted.
+    """
+    return not torch.is_inference_mode_enabled() and any(
+        getattr(tensor, "is_from_fp8_linear", False) for tensor in _with_base(x)
+    )
 
 
 def start(x: Tensor) -> Tensor:

@@ -797,6 +797,41 @@ def test_unmarked_input_is_not_measured() -> None:
     assert not hasattr(normed, "known_magnitude")
 
 
+# ---- inference mode --------------------------------------------------------------------------------------------------
+
+
+def _evaluated() -> list[Tensor]:
+    """Results of the kernels of a forward pass, for the same inputs each time."""
+    torch.manual_seed(1)
+    x = torch.randn(6, 2, 96, device=DEVICE)
+    magnitudes.mark(x)
+    weight = torch.ones(96, device=DEVICE)
+    total, normed = add_norm(x, None, x, weight, weight, 1e-5, 0.0)
+    activated = swiglu(x.view(-1, 96))
+    angles = _angles(6, 1, 8)
+    heads = split_and_rotate(x.view(6, 2, 3, 32), angles, angles, [16, 8, 8])
+    keys = head_norm(heads[1], weight[:8], 1e-5)
+    routing = Routing(topk=2, is_sigmoid=True, is_normalized=True, min_sum=0.0, scale=1.0)
+    routed = route(x.view(-1, 96), weight, None, routing)
+    order = sort_rows(routed.experts, 96, 24)
+    rows = copy_rows(x.view(-1, 96), order.positions, order.total)
+    factors = torch.ones(len(rows), device=DEVICE)
+    of_experts = weighted_swiglu(rows, factors, order.ends[-1:])
+    statistics = cross_entropy.row_statistics(x, torch.zeros(6, 2, device=DEVICE).long(), 0)
+    largest = [magnitudes.largest_magnitude(each) for each in (normed, activated.view(6, -1))]
+    return [total, normed, activated, *heads, keys, *routed, of_experts, *statistics, *largest]
+
+
+def test_kernels_run_in_inference_mode() -> None:
+    """On GPUs Lightning evaluates in it."""
+    with torch.no_grad():
+        expected = _evaluated()
+    with torch.inference_mode():
+        got = _evaluated()
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # ---- a layer of linears ----------------------------------------------------------------------------------------------
 
 
