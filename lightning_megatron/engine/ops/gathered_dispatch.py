@@ -186,6 +186,8 @@ class AllGatherDispatcher(Dispatcher):
         if self.max_rows is not None:
             num_rows = self.max_rows
         assert num_rows >= len(rows), f"expected at most {num_rows} rows, got {len(rows)}"
+        if num_rows == len(rows):
+            return rows, metadata
         padding = (0, 0, 0, num_rows - len(rows))
         return F.pad(rows, padding), F.pad(metadata, padding, value=-1.0)
 
