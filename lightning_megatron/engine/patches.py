@@ -161,7 +161,7 @@ MEGATRON: tuple[Patch, ...] = (
     # It gathers the probabilities of all experts, needs the same number of rows on all ranks, and waits for counts.
     Patch(_MOE, "MoEAllGatherTokenDispatcher", _use(dispatcher(AllGatherDispatcher))),
     # It calls the experts once, for all rows; the dispatcher above calls them for each part, while others are sent.
-    Patch(_MOE, "MoELayer.routed_experts_compute", compute_by_dispatcher),
+    Patch(_MOE, "MoELayer.routed_experts_compute", _use(compute_by_dispatcher)),
     # It recomputes the complete MLP with its matrix products, or nothing (and warns of a subclass in a layer spec).
     Patch("megatron.core.transformer.mlp", "MLP.forward", recompute.recompute_activation),
 )

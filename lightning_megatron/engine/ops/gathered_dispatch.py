@@ -37,7 +37,7 @@ rows, or a barrier and a second exchange to sort them again in the backward pass
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -267,24 +267,23 @@ class AllGatherDispatcher(Dispatcher):
         return outputs[:num_tokens].view(self._shape)
 
 
-def compute_by_dispatcher(original: Callable[..., Any]) -> Callable[..., Any]:
+_routed_experts_compute = MoELayer.routed_experts_compute
+
+
+def compute_by_dispatcher(
+    self: MoELayer,
+    hidden_states: Tensor,
+    probs: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """``MoELayer.routed_experts_compute``, in which an ``AllGatherDispatcher`` calls the experts itself.
 
     No subclass of the layer: up to megatron-core 0.17 layers pass process groups to ``MoELayer`` alone, and warn.
     """
-
-    def routed_experts_compute(
-        self: MoELayer,
-        hidden_states: Tensor,
-        probs: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        dispatcher = self.token_dispatcher
-        if isinstance(dispatcher, AllGatherDispatcher):
-            return dispatcher.compute(self.experts, hidden_states, probs), None
-        computed: tuple[Tensor, Tensor | None] = original(self, hidden_states, probs)
-        return computed
-
-    return routed_experts_compute
+    dispatcher = self.token_dispatcher
+    if isinstance(dispatcher, AllGatherDispatcher):
+        return dispatcher.compute(self.experts, hidden_states, probs), None
+    computed: tuple[Tensor, Tensor | None] = _routed_experts_compute(self, hidden_states, probs)
+    return computed
 
 
 @contextlib.contextmanager
