@@ -12,6 +12,7 @@ the caller masks its loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,18 @@ def logits_gradient(
     return gradient.to(logits.dtype)
 
 
+def _functions_for(
+    logits: Tensor,
+) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
+    """The two functions above, or the kernels that do the same on a GPU."""
+    if logits.is_cuda:
+        # Imported here: Triton is on GPUs only.
+        from lightning_megatron.engine.ops.triton import cross_entropy
+
+        return cross_entropy.row_statistics, cross_entropy.logits_gradient
+    return row_statistics, logits_gradient
+
+
 class VocabParallelLoss(torch.autograd.Function):
     """Cross-entropy of each token over a vocabulary that is sharded over a TP group; collective over it."""
 
@@ -83,12 +96,7 @@ class VocabParallelLoss(torch.autograd.Function):
     ) -> Tensor:
         """Losses [s, b], float32, of logits [s, b, v/tp] and labels [s, b]."""
         ctx.first = dist.get_rank(tp_group) * logits.shape[-1]
-        statistics = row_statistics
-        if logits.is_cuda:
-            # Imported here: Triton is on GPUs only.
-            from lightning_megatron.engine.ops.triton import cross_entropy
-
-            statistics = cross_entropy.row_statistics
+        statistics, _ = _functions_for(logits)
         largest, total, own = statistics(logits, labels, ctx.first)
         if dist.get_world_size(tp_group) > 1:
             largest_of_shard = largest.clone()
@@ -106,12 +114,7 @@ class VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the logits; no communication."""
         logits, labels, log_sum = ctx.saved_tensors
-        differentiate = logits_gradient
-        if logits.is_cuda:
-            # Imported here: Triton is on GPUs only.
-            from lightning_megatron.engine.ops.triton import cross_entropy
-
-            differentiate = cross_entropy.logits_gradient
+        _, differentiate = _functions_for(logits)
         gradient = differentiate(logits, labels, ctx.first, log_sum, upstream[0])
         return gradient, None, None
 
