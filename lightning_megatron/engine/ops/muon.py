@@ -170,7 +170,7 @@ class MatrixUpdates:
         """Send each rank the parts of matrices that are for it; returns those from each rank.
 
         Args:
-            sent: Parts, one for each matrix, for each rank.
+            sent: Parts for each rank, in the order of its matrices.
             received_sizes: Elements of each part that is received from each rank.
         """
         if self._ranks.size == 1:
@@ -298,7 +298,7 @@ def _own_parts(
     rank: int,
     directions: Mapping[int, Tensor],
 ) -> list[Tensor]:
-    """What a rank sends to the owner of ``matrices``: its part of each, empty where another sends a copy."""
+    """What a rank sends to the owner of ``matrices``: its part of each, but of those of which another sends a copy."""
     parts = []
     for matrix in matrices:
         slices = matrix.slices if matrix.num_sent(rank) else ()
