@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_megatron.engine.ops.compiled import compiled_for
 from lightning_megatron.engine.ops.gathered_dispatch import has_spare_rows
 from lightning_megatron.engine.ops.recompute import RecomputedOutput, recomputes_cheap_outputs
+from lightning_megatron.engine.ops.weight_gradients import placeholder_gradient
 
 
 class ExpertBias(torch.nn.Module):
@@ -345,9 +346,7 @@ class _GroupedMatmul(torch.autograd.Function):
         if not hasattr(weights, "main_grad"):
             return d_tokens, F.grouped_mm(gradient.t(), tokens, offs=ends), None
         _add_weight_gradient(gradient, tokens, ends, weights.main_grad)
-        # Megatron's hook requires a gradient, and then ignores it.
-        weights.grad_added_to_main_grad = True
-        return d_tokens, torch.empty_like(weights), None
+        return d_tokens, placeholder_gradient(weights), None
 
 
 def _add_weight_gradient(
@@ -368,9 +367,9 @@ def _add_weight_gradient(
         main_grad.add_(F.grouped_mm(gradient.t(), tokens, offs=ends))
         return
     # Imported here: Triton is on GPUs only.
-    from lightning_megatron.engine.ops.triton.experts import add_to
     from lightning_megatron.engine.ops.triton.grouped_gradient import (
         add_grouped_gradient,
+        add_to,
         can_add_grouped_gradient,
     )
 

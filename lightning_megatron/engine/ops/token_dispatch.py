@@ -92,7 +92,7 @@ def _sum_rows(x: Tensor, positions: Tensor) -> Tensor:
     """Sum the rows of ``x``, [m, h], at ``positions``, [n, k], in fp32: [n, h]; position m stands for no row."""
     if x.is_cuda:
         # Imported here: Triton is on GPUs only.
-        from lightning_megatron.engine.ops.triton.experts import row_sums
+        from lightning_megatron.engine.ops.triton.expert_rows import row_sums
 
         return row_sums(x, positions)
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))

@@ -8,6 +8,9 @@ addition, so that results are reproducible.
 H200, Qwen3-30B-A3B's experts, 131,072 rows, us, ``grouped_mm`` and the addition, then this: fc1 2,193, 1,827; fc2
 1,223, 997; with skewed routing 2,615, 1,878 and 1,462, 983. Of 24 variants this is the fastest: TMA loads, additions by
 TMA or by loading and storing, other tiles and persistent programs take 3 to 37 % longer.
+
+Where this kernel does not run, ``grouped_mm``'s gradients are added: bf16 to fp32, 302 M elements, 1.2 ms by torch,
+0.71 by ``add_to`` (bandwidth limit 0.65).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -104,4 +107,25 @@ def add_grouped_gradient(
         BK=_DEPTH,
         num_warps=_WARPS,
         num_stages=_STAGES,
+    )
+
+
+@triton.jit
+def _add(total, x, count, BLOCK: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
+    added = tl.load(total + offset, inside).to(tl.float32)
+    added += tl.load(x + offset, inside).to(tl.float32)
+    tl.store(total + offset, added, inside)
+
+
+def add_to(total: Tensor, x: Tensor) -> None:
+    """Add ``x`` to ``total`` in place, of the same shape and any dtypes; computed in fp32."""
+    assert total.is_contiguous(), "expected a contiguous gradient buffer"
+    _add[(triton.cdiv(x.numel(), 4096),)](
+        total,
+        x.contiguous(),
+        x.numel(),
+        BLOCK=4096,
+        num_warps=8,
     )

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_megatron.engine.ops.triton.launch_sizes import num_multiprocessors, power_of_two
+
 _ELEMENTS = 4096
 """Elements of a program's tile, of whole heads."""
 
@@ -102,7 +104,7 @@ def _head_norm_backward(
 
 
 def _tile(width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     return {"HEADS": max(_ELEMENTS // padded, 1), "WIDTH": padded}
 
 
@@ -147,10 +149,7 @@ class _HeadNorm(torch.autograd.Function):
         count = s * b * heads
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         tile = _tile(width)
-        programs = 1  # Triton's interpreter runs on the CPU
-        if x.is_cuda:
-            programs = 8 * torch.cuda.get_device_properties(x.device).multi_processor_count
-        programs = min(programs, triton.cdiv(count, tile["HEADS"]))
+        programs = min(8 * num_multiprocessors(x.device), triton.cdiv(count, tile["HEADS"]))
         partial = torch.empty(programs, width, device=x.device)
         if count:
             _head_norm_backward[(programs,)](

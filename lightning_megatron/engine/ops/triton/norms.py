@@ -14,7 +14,6 @@ H200, forward + backward in ms, engine's compiled addition and torch's norm, the
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_megatron.engine.ops import magnitudes
+from lightning_megatron.engine.ops.triton.launch_sizes import num_multiprocessors, power_of_two
 from lightning_megatron.engine.ops.triton.magnitudes import magnitude_bits, raise_magnitude
 from lightning_megatron.engine.ops.weight_gradients import has_hook
 
@@ -224,18 +224,6 @@ def add_sums(
     )
 
 
-@functools.cache
-def _width(columns: int) -> int:
-    """Power of two that is not below ``columns``; Triton's own function takes 4 us each time."""
-    width: int = triton.next_power_of_2(columns)
-    return width
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -260,7 +248,7 @@ class _AddNorm(torch.autograd.Function):
             seed = torch.randint(2**62, (1,), device=x.device)
             dropped = round(probability * (2**32 - 1)) - 2**31
         ctx.keep_scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
-        width = _width(columns)
+        width = power_of_two(columns)
         ctx.flags = {
             "WIDTH": width,
             "HAS_BIAS": bias is not None,
@@ -304,10 +292,7 @@ class _AddNorm(torch.autograd.Function):
         # Each program sums parameter gradients over its rows. Tuned for 1,024, 1,280, 2,048 and 4,096 columns.
         tuned = {1: (8, 2), 2: (8, 2), 4: (8, 1)}
         per_multiprocessor, stages = tuned.get(ctx.num_warps, (2, 1))
-        count = 1  # Triton's interpreter runs on the CPU
-        if total.is_cuda:
-            count = _num_multiprocessors(total.device)
-        programs = min(per_multiprocessor * count, rows)
+        programs = min(per_multiprocessor * num_multiprocessors(total.device), rows)
         num_sums = 3 if ctx.flags["HAS_BIAS"] else 2
         partial = torch.empty(num_sums, programs, columns, device=total.device)
         amax = magnitudes.start(total) if ctx.flags["AMAX"] else scale

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_megatron.engine.ops import magnitudes
 from lightning_megatron.engine.ops.masks import TensorCache
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
 from lightning_megatron.engine.ops.triton.magnitudes import magnitude_bits, raise_magnitude
 
 _TABLES = TensorCache()
@@ -151,7 +152,7 @@ def _launch_rotate(
         QUERIES=queries,
         GROUP=queries + 2 if queries < heads else heads,
         HALF=half,
-        PAIRS=triton.next_power_of_2(half),
+        PAIRS=power_of_two(half),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
         BACKWARD=backward,
         AMAX=amax is not None,

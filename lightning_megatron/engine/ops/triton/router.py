@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_megatron.engine.ops.routing import Routing
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
 
 _TOKENS = 16
 """Per program."""
@@ -193,7 +194,7 @@ class _Route(torch.autograd.Function):
         ctx.routing = routing
         ctx.flags = {
             "EXPERTS": num_experts,
-            "COLUMNS": triton.next_power_of_2(num_experts),
+            "COLUMNS": power_of_two(num_experts),
             "TOPK": routing.topk,
             "TOKENS": _TOKENS,
             "SIGMOID": routing.is_sigmoid,
@@ -211,7 +212,7 @@ class _Route(torch.autograd.Function):
             routing.min_sum,
             routing.scale,
             **ctx.flags,
-            CHOICES=triton.next_power_of_2(routing.topk),
+            CHOICES=power_of_two(routing.topk),
             num_warps=_WARPS,
         )
         # Not views of one tensor: ``counts`` is all-reduced in place.

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
+
 _ROWS = 64
 """Per program."""
 _COUNTS = 32
@@ -114,7 +116,7 @@ def sorted_order(
     sizes = {
         "CHOICES": choices,
         "COUNT": count,
-        "COLUMNS": triton.next_power_of_2(count),
+        "COLUMNS": power_of_two(count),
         "ROWS": _ROWS,
     }
     _count[(programs,)](
@@ -122,7 +124,7 @@ def sorted_order(
         counts,
         rows,
         **sizes,
-        ELEMENTS=triton.next_power_of_2(_ROWS * choices),
+        ELEMENTS=power_of_two(_ROWS * choices),
         num_warps=_WARPS,
     )
     _place[(programs,)](

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_megatron.engine.ops import magnitudes
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
 from lightning_megatron.engine.ops.triton.magnitudes import magnitude_bits, raise_magnitude
 
 _BLOCK = 2048
@@ -87,7 +88,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], *, measures: bool) -> Tens
         *tensors,
         bits,
         width,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+        BLOCK=min(_BLOCK, power_of_two(width)),
         num_warps=_WARPS,
     )
     if bits is not None:

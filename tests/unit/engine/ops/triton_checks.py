@@ -26,10 +26,9 @@ from lightning_megatron.engine.ops.routing import Routing
 from lightning_megatron.engine.ops.token_dispatch import sort_rows
 from lightning_megatron.engine.ops.triton import cross_entropy
 from lightning_megatron.engine.ops.triton.adam import adam_step, adam_table
-from lightning_megatron.engine.ops.triton.expert_rows import copy_rows, weighted_swiglu
-from lightning_megatron.engine.ops.triton.experts import add_to, row_sums
+from lightning_megatron.engine.ops.triton.expert_rows import copy_rows, row_sums, weighted_swiglu
 from lightning_megatron.engine.ops.triton.fp8 import fp8_cast
-from lightning_megatron.engine.ops.triton.grouped_gradient import add_grouped_gradient
+from lightning_megatron.engine.ops.triton.grouped_gradient import add_grouped_gradient, add_to
 from lightning_megatron.engine.ops.triton.head_norm import head_norm
 from lightning_megatron.engine.ops.triton.norms import add_norm, add_sums
 from lightning_megatron.engine.ops.triton.rope import rotate, split_and_rotate
