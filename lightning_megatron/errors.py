@@ -241,10 +241,7 @@ BROKEN_PIPE = 141
 TERMINATED = 143
 
 _REPORT_DELAY_SECONDS = 6.0
-"""How long other local ranks wait for local rank 0 to report the same error and end the job.
-
-Longer than the 5 s in which Lightning's launcher notices an exited child and kills local rank 0 before it can report.
-"""
+"""How long other local ranks wait for local rank 0 to report the same error and end the job."""
 _MAX_LINE_LENGTH = 600
 
 

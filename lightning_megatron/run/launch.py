@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
@@ -20,13 +22,15 @@ from lightning_megatron.checkpoint.schema import restore_error
 from lightning_megatron.predictions import predict_size_error
 from lightning_megatron.run.check import check_loaders
 from lightning_megatron.run.failures import is_lost_connection, report_as
-from lightning_megatron.run.restarts import LAUNCHER
+from lightning_megatron.run.restarts import LAUNCHER, describe_end
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_REAP_SECONDS = 0.2
-"""Seconds until a killed process, whose connections close at once, can be waited for."""
+_REAP_SECONDS = 3.0
+"""Most seconds until a killed process, whose connections close at once, can be waited for."""
+_UNWIND_SECONDS = 15.0
+"""Seconds in which local rank 0 may end by itself after another rank: it raises, and the user's handlers run."""
 
 
 class _Start(Protocol):
@@ -53,6 +57,9 @@ class _LaunchedStrategy(Protocol):
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, which runs the script once per rank; here the ranks know their launcher's process id.
+
+    Lightning kills local rank 0 up to five seconds after another rank has failed, so chance decides whether rank 0 can
+    say why it ends, and the exit code is that of a kill. Here it has time to, and the exit code is always 1.
 
     Where torchrun or a scheduler has started the ranks already, it only calls the function.
     """
@@ -99,7 +106,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 os.environ[LAUNCHER] = str(os.getpid())
                 atexit.register(self._wait_for_other_ranks)
                 self._announce_other_ranks()
-                result = super().launch(function, *call.args, trainer=trainer, **call.kwargs)
+                self._start_other_ranks()
+                result = function(*call.args, **call.kwargs)
         except Exception as error:
             self._report_killed_ranks(error)
             if isinstance(error, AssertionError):
@@ -122,6 +130,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 " Megatron-Core first"
             )
 
+    def _start_other_ranks(self) -> None:
+        """Start them as Lightning does, but for what ends local rank 0 when one of them fails."""
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes,
+            num_nodes=self.num_nodes,
+        )
+        self._call_children_scripts()
+        threading.Thread(target=_end_with_failed_rank, args=(self.procs,), daemon=True).start()
+        _set_num_threads_if_needed(self.num_processes)
+
     def _check(
         self,
         strategy: _LaunchedStrategy,
@@ -137,15 +155,18 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _report_killed_ranks(self, error: Exception) -> None:
         """Name the ranks that a signal has ended: the error of a lost connection does not."""
-        if self.procs:
-            time.sleep(_REAP_SECONDS)
+        is_lost = is_lost_connection(error)
+        if is_lost and self.procs:
+            deadline = time.monotonic() + _REAP_SECONDS
+            while not any(map(_has_ended, self.procs)) and time.monotonic() < deadline:
+                time.sleep(0.05)
         for local_rank, process in enumerate(self.procs, 1):
             code = process.poll() or 0
             if code >= 0:
                 continue
-            line = f"error: local rank {local_rank} was ended by {signal.Signals(-code).name}"
+            line = _failure(local_rank, code)
             print(line, file=sys.stderr)
-            if is_lost_connection(error):
+            if is_lost:
                 report_as(error, f"{line}, and rank 0 ends with it")
 
     def _wait_for_other_ranks(self) -> None:
@@ -155,7 +176,39 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         for local_rank, process in enumerate(self.procs, 1):
             code = process.wait()
             if code:
-                line = f"error: local rank {local_rank} ended with code {code}"
-                print(line, file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                os._exit(1)  # nothing else sets the exit code by now
+                _exit(_failure(local_rank, code))  # nothing else sets the exit code by now
+
+
+def _end_with_failed_rank(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End this process some time after one of ``processes`` has failed, if it waits for that rank in a collective.
+
+    Args:
+        processes: The ranks that this process has started: local ranks from 1 on.
+    """
+    failed = None
+    while failed is None:
+        time.sleep(1)
+        all_have_ended = all(map(_has_ended, processes))
+        failed = next((each for each in processes if each.poll()), None)
+        if all_have_ended and failed is None:
+            return
+    time.sleep(_UNWIND_SECONDS)
+    for process in processes:
+        process.kill()
+    line = _failure(processes.index(failed) + 1, failed.returncode)
+    _exit(f"{line}, and the others end with it")
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
+def _failure(local_rank: int, code: int) -> str:
+    return f"error: local rank {local_rank} {describe_end(code)}"
+
+
+def _exit(line: str) -> None:
+    """End this process, whose main thread may wait for ever, with ``line`` as its last."""
+    sys.stdout.flush()
+    print(line, file=sys.stderr, flush=True)
+    os._exit(1)

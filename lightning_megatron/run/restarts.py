@@ -30,6 +30,17 @@ def is_of_this_run(saved: float) -> bool:
     return saved >= float(os.environ.get(FIRST_START, "inf"))
 
 
+def describe_end(code: int) -> str:
+    """How a process ended.
+
+    Args:
+        code: Its exit code, or -N after signal N.
+    """
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
 def supervise(command: Sequence[str], max_restarts: int) -> int:
     """Run ``command``, and restart it at most ``max_restarts`` times; a failure kills the rest of its process group.
 
@@ -64,15 +75,12 @@ def supervise(command: Sequence[str], max_restarts: int) -> int:
         code = child.wait()
         if signals or code in _FINAL_CODES:
             break
-        cause = f"ended with code {code}"
-        if code < 0:
-            cause = f"was ended by {signal.Signals(-code).name}"
         action = "no restart is left"
         if attempt < max_restarts:
             action = f"restart {attempt + 1} of {max_restarts}"
         duration = timedelta(seconds=round(time.time() - start))
         now = datetime.now().astimezone().isoformat(" ", "seconds")
-        line = f"error: local rank 0 {cause} at {now}, after {duration}; {action}"
+        line = f"error: local rank 0 {describe_end(code)} at {now}, after {duration}; {action}"
         print(line, file=sys.stderr, flush=True)
         environment[FIRST_START] = str(first_start)
     return code if code >= 0 else 128 - code
