@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.ops.gathered_dispatch import equal_rows
 from lightning_megatron.engine.ops.router import LoadBalance
 from lightning_megatron.engine.optimizer import MegatronOptimizer
+from lightning_megatron.engine.penalties import keep_gradients, output_nodes, weights_read
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
 from lightning_megatron.engine.step import StepOutput, StepShape
@@ -72,9 +73,9 @@ class Schedule:
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [
-            (global_name(name, chunk), weight, weight.requires_grad)
-            for chunk in chunks
-            for name, weight in chunk.named_parameters()
+            (global_name(name, model), weight, weight.requires_grad)
+            for model in map(unwrap, chunks)
+            for name, weight in model.named_parameters()
         ]
         self._denominators: dict[str, Tensor] | None = None
         self._denominator_buffers: dict[tuple[str, ...], Tensor] = {}
@@ -113,14 +114,19 @@ class Schedule:
         self._observe = None
         prepared = train_step.prepare_batch(batch)
         rows = _num_rows(prepared)
+        num_microbatches = self._num_microbatches
         if micro_batch_size is not None:
-            return self._run(prepared, rows // micro_batch_size, forward_only=False)
-        if self._train_rows is None:
-            self._train_rows = rows
-        # The last batch of an epoch may be smaller.
-        if rows == self._train_rows and rows % self._num_microbatches != 0:
-            raise ConfigError(_uneven_batch(rows, self._num_microbatches))
-        return self._run(self._padded(prepared), self._num_microbatches, forward_only=False)
+            num_microbatches = rows // micro_batch_size
+        else:
+            if self._train_rows is None:
+                self._train_rows = rows
+            # The last batch of an epoch may be smaller.
+            if rows == self._train_rows and rows % num_microbatches != 0:
+                raise ConfigError(_uneven_batch(rows, num_microbatches))
+            prepared = self._padded(prepared)
+        output = self._run(prepared, num_microbatches, forward_only=False)
+        self._check_hooks_of_users()
+        return output
 
     def evaluate(
         self,
@@ -150,6 +156,27 @@ class Schedule:
             if weight.requires_grad != is_trained:
                 raise ConfigError(
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made; freeze before fit"
+                )
+
+    def _check_hooks_of_users(self) -> None:
+        """Raise if a hook on a weight was called without the gradient, before the first update.
+
+        Raises:
+            ConfigError: If so; it names the first such weight.
+        """
+        for name, weight, _ in self._weights:
+            has_hook = weight._backward_hooks or weight._post_accumulate_grad_hooks
+            if not has_hook:
+                continue
+            reason = None
+            if getattr(weight, "grad_added_to_main_grad", False):
+                reason = "its layer adds the gradient to a buffer, and the hook gets a placeholder"
+            elif self._graphs is not None:
+                reason = "replays of CUDA graphs do not call it"
+            if reason is not None:
+                raise ConfigError(
+                    f"{name}: expected no hook on this weight, got one, but {reason}; change main_grad in "
+                    "on_before_optimizer_step, or freeze the weight"
                 )
 
     def _set_engine_hooks(self, optimizer: MegatronOptimizer) -> None:
@@ -382,7 +409,9 @@ class Schedule:
         output: Output,
     ) -> tuple[Tensor, int, Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
+        model_nodes = output_nodes(output)
         terms = loss_func(output)
+        self._keep_penalties(terms, model_nodes)
         reports = []
         losses = []
         for name in self._step.loss_terms:
@@ -395,6 +424,37 @@ class Schedule:
             losses.append(loss)
         reports += [_report(terms[name]) for name in self._step.logged_terms]
         return torch.stack(losses).sum(), 0, torch.stack(reports)
+
+    def _keep_penalties(self, terms: Mapping[str, LossTerm], model_nodes: set[Any]) -> None:
+        """Keep the gradients of weights that terms read by themselves.
+
+        Raises:
+            ConfigError: If this layout gives such terms another meaning than one rank.
+        """
+        losses = [terms[name].sum for name in self._step.loss_terms]
+        weights = weights_read(losses, model_nodes)
+        matrix = next((weight for weight in weights if weight.dim() > 1), None)
+        if matrix is not None:
+            self._check_penalty(matrix)
+        keep_gradients(weights)
+
+    def _check_penalty(self, weight: Tensor) -> None:
+        parallel = self._topology.parallel
+        name = next((name for name, each, _ in self._weights if each is weight), "a weight")
+        penalty = f"{type(self._step).__name__}.loss_func: its terms read {name} itself"
+        instead = "use weight_decay or multipliers of the optimizer"
+        sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "ep")}
+        split = " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        if split:
+            raise ConfigError(
+                f"{penalty}: expected a layout in which each rank holds the whole model, got {split}; {instead}"
+            )
+        recomputes = self._configs[0].recompute_granularity is not None
+        if recomputes and self._chunks[0].ddp_config.overlap_grad_reduce:
+            raise ConfigError(
+                f"{penalty}, and its gradient would be reduced before that of the recomputed layer: expected no "
+                f"recompute or overlap_communication=False, got both; {instead}"
+            )
 
     def _reduce(
         self,
