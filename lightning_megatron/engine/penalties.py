@@ -5,14 +5,14 @@ values in their place. Autograd adds the gradient of a penalty to it, and Megatr
 ``zero_out_wgrad``, made for tied embeddings, has the layers return zeros and DDP add what autograd got; it costs a pass
 over the gradient in each microbatch, so it is set where it is needed only.
 
-A layout that splits the model would give a penalty another meaning: ``loss_func`` runs on the last stage, and weights
-there are shards. Such terms are refused.
+A layout that splits the model would give a penalty another meaning: ``loss_func`` runs on the last stage, weights there
+are shards, and with sequence parallelism gradients of norms and biases are summed over tp. Such terms are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -20,43 +20,54 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.engine.objective import Output
 
-_LOOKUPS = ("EmbeddingBackward0",)
-"""Nodes of autograd's graph that read rows of a weight for the model's input."""
+
+class Read(NamedTuple):
+    """A weight that a loss reads by itself."""
+
+    weight: Any
+    is_penalized: bool
+    """Whether the loss depends on the weight alone there. Otherwise a layer may have been called within the loss, such
+    as the last norm on hidden states, which a layout does not change."""
 
 
-def output_nodes(output: Output) -> set[Any]:
-    """Nodes of autograd's graph that end in the model's output; before a loss is computed, which may change it."""
-    return {leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)}
+def last_node(output: Output) -> int:
+    """Number of the last node of autograd's graph that the model has made; before a loss is computed."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    return max((node._sequence_nr() for node in nodes), default=-1)
 
 
-def weights_read(losses: Iterable[Tensor], model_nodes: set[Any]) -> list[Any]:
+def weights_read(losses: Iterable[Tensor], last_of_model: int) -> list[Read]:
     """Weights with gradient buffers that losses read by themselves.
 
-    A loss may also read what the model computes within, as a term on hidden states does: the search ends at layers that
-    are functions of their own, which linears and embeddings are. It then finds weights of norms, never a matrix.
+    A loss may also read what the model computes within, as a term on hidden states does: the search ends at the model's
+    nodes, and at layers that are functions of their own, which linears and embeddings are.
 
     Args:
         losses: Terms of a loss, [], with or without a graph.
-        model_nodes: Where the model's own graph begins (``output_nodes``).
+        last_of_model: See ``last_node``.
     """
-    weights = []
-    seen = {None, *model_nodes}
+    reads = []
+    seen = {None}
     pending: list[Any] = [loss.grad_fn for loss in losses]
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) or node.name() in _LOOKUPS:
+        if isinstance(node, BackwardCFunction) or node._sequence_nr() <= last_of_model:
             continue
-        weight = getattr(node, "variable", None)
-        if hasattr(weight, "main_grad"):
-            weights.append(weight)
-        pending += [following for following, _ in node.next_functions]
-    return weights
+        inputs = [each for each, _ in node.next_functions if each is not None]
+        weights = [each.variable for each in inputs if hasattr(each, "variable")]
+        is_penalized = len(weights) == len(inputs) or any(each.dim() > 1 for each in weights)
+        reads += [Read(each, is_penalized) for each in weights if hasattr(each, "main_grad")]
+        pending += [each for each in inputs if not hasattr(each, "variable")]
+    return reads
 
 
 def keep_gradients(weights: Iterable[Any]) -> None:
     """Have the backward pass add what autograd computes for ``weights`` to what layers have added themselves."""
     for weight in weights:
-        weight.zero_out_wgrad = True
+        if not getattr(weight, "zero_out_wgrad", False):
+            weight.zero_out_wgrad = True
+            weight.is_penalized = True

@@ -34,7 +34,7 @@ from lightning_megatron.engine.ops.fp8 import fp8_linears, quantized_weights
 from lightning_megatron.engine.ops.gathered_dispatch import equal_rows
 from lightning_megatron.engine.ops.router import LoadBalance
 from lightning_megatron.engine.optimizer import MegatronOptimizer
-from lightning_megatron.engine.penalties import keep_gradients, output_nodes, weights_read
+from lightning_megatron.engine.penalties import keep_gradients, last_node, weights_read
 from lightning_megatron.engine.progress import progress
 from lightning_megatron.engine.shared_weights import reduce_shared_gradients
 from lightning_megatron.engine.step import StepOutput, StepShape
@@ -409,9 +409,9 @@ class Schedule:
         output: Output,
     ) -> tuple[Tensor, int, Tensor]:
         """Megatron's 3-tuple (loss, token count, report); the count is 0, because this class counts targets itself."""
-        model_nodes = output_nodes(output)
+        last_of_model = last_node(output)
         terms = loss_func(output)
-        self._keep_penalties(terms, model_nodes)
+        self._keep_penalties(terms, last_of_model)
         reports = []
         losses = []
         for name in self._step.loss_terms:
@@ -425,18 +425,18 @@ class Schedule:
         reports += [_report(terms[name]) for name in self._step.logged_terms]
         return torch.stack(losses).sum(), 0, torch.stack(reports)
 
-    def _keep_penalties(self, terms: Mapping[str, LossTerm], model_nodes: set[Any]) -> None:
+    def _keep_penalties(self, terms: Mapping[str, LossTerm], last_of_model: int) -> None:
         """Keep the gradients of weights that terms read by themselves.
 
         Raises:
             ConfigError: If this layout gives such terms another meaning than one rank.
         """
         losses = [terms[name].sum for name in self._step.loss_terms]
-        weights = weights_read(losses, model_nodes)
-        matrix = next((weight for weight in weights if weight.dim() > 1), None)
-        if matrix is not None:
-            self._check_penalty(matrix)
-        keep_gradients(weights)
+        reads = weights_read(losses, last_of_model)
+        penalized = next((each.weight for each in reads if each.is_penalized), None)
+        if penalized is not None:
+            self._check_penalty(penalized)
+        keep_gradients(each.weight for each in reads)
 
     def _check_penalty(self, weight: Tensor) -> None:
         parallel = self._topology.parallel

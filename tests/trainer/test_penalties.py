@@ -14,6 +14,7 @@ from tests.parity.training import (
     DP2,
     PP2,
     TP2,
+    TP2_SP,
     Case,
     Layout,
     Outcome,
@@ -32,13 +33,19 @@ OVERLAPPED = replace(DP2, overlap_communication=True, num_microbatches=2)
 RECOMPUTED = Layout(recompute="full", num_microbatches=2)
 
 
-def _penalized() -> Any:
-    """A step that adds ``WEIGHT`` times the sum of all squared weights."""
+def _penalized(max_axes: int, num_penalties: int) -> Any:
+    """A step that adds ``WEIGHT`` times the sum of squared weights.
+
+    Args:
+        max_axes: Most axes of these weights.
+        num_penalties: Microbatches after which it does not any more.
+    """
     from lightning_megatron import GPTTrainStep
     from lightning_megatron.steps.base import Batch, LossFunc, LossTerm, Output
 
     class Penalized(GPTTrainStep):
         loss_terms = ("lm_loss", "squares_loss")
+        num_losses = 0
 
         def counts(self, batch: Batch) -> dict[str, torch.Tensor]:
             rows = torch.tensor(float(len(batch["tokens"])))
@@ -53,15 +60,21 @@ def _penalized() -> Any:
 
         def loss_func(self, batch: Batch, output: Output) -> dict[str, LossTerm]:
             rows = torch.tensor(float(len(batch["tokens"])))
-            squares = torch.stack([each.square().sum() for each in self.chunk.parameters()])
-            penalty = LossTerm(WEIGHT * squares.sum() * rows, rows)
+            self.num_losses += 1
+            squares = [torch.zeros(())]
+            if self.num_losses <= num_penalties:
+                weights = [each for each in self.chunk.parameters() if each.dim() <= max_axes]
+                squares = [each.square().sum() for each in weights]
+            penalty = LossTerm(WEIGHT * torch.stack(squares).sum() * rows, rows)
             return {**super().loss_func(batch, output), "squares_loss": penalty}
 
     return Penalized()
 
 
-def _train_penalized(case: Case) -> Outcome:
-    return train_module(module_of(case, train_step=_penalized()), case, loader_of(case))
+def _train_penalized(case: Case, max_axes: int = 3) -> Outcome:
+    """Train with penalties in the first step alone."""
+    step = _penalized(max_axes, case.layout.num_microbatches)
+    return train_module(module_of(case, train_step=step), case, loader_of(case))
 
 
 @pytest.mark.parametrize(
@@ -93,20 +106,27 @@ def test_gradients_of_penalties_on_weights_are_added(model: str, layout: Layout)
         torch.testing.assert_close(penalized.gradients[name], expected, rtol=1e-4, atol=1e-5)
 
 
+_RECOMPUTED_AND_OVERLAPPED = replace(OVERLAPPED, recompute="full")
+
+
+@pytest.mark.parametrize("max_axes", [exhaustive(3), 1], ids=["weights", "vectors"])
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
         (PP2, "each rank holds the whole model, got pp=2; use weight_decay"),
         exhaustive(TP2, "each rank holds the whole model, got tp=2; use weight_decay"),
         exhaustive(CP2, "each rank holds the whole model, got cp=2; use weight_decay"),
-        exhaustive(replace(OVERLAPPED, recompute="full"), "overlap_communication=False, got both"),
+        exhaustive(TP2_SP, "each rank holds the whole model, got tp=2; use weight_decay"),
+        exhaustive(_RECOMPUTED_AND_OVERLAPPED, "overlap_communication=False, got both"),
     ],
     ids=str,
 )
-def test_penalties_that_a_layout_would_change_are_refused(layout: Layout, message: str) -> None:
+def test_penalties_that_a_layout_would_change_are_refused(
+    layout: Layout, message: str, max_axes: int
+) -> None:
     text = f"Penalized.loss_func: its terms read .* itself.*{message}"
     with pytest.raises(RankError, match=text):
-        run_ranks(_train_penalized, layout.world_size, Case(layout=layout))
+        run_ranks(_train_penalized, layout.world_size, Case(layout=layout), max_axes)
 
 
 def _train_on_hidden_states(case: Case) -> list[float]:
@@ -145,8 +165,14 @@ def _train_on_hidden_states(case: Case) -> list[float]:
     return train_module(module, case, loader_of(case)).losses
 
 
-def test_terms_on_hidden_states_train_where_the_model_is_split() -> None:
-    case = Case(layout=TP2, steps=3)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    # On the last stage, the gate of a shared expert is a weight that torch's own functions read.
+    [exhaustive("gpt2", TP2), ("experts", PP2)],
+    ids=str,
+)
+def test_terms_on_hidden_states_train_where_the_model_is_split(model: str, layout: Layout) -> None:
+    case = Case(layout=layout, model=model, steps=3)
     losses = common_result(_train_on_hidden_states, case)
     expected = common_result(_train_on_hidden_states, case.on_one_process)
     assert losses == pytest.approx(expected, rel=2e-6)

@@ -249,8 +249,9 @@ class _Embedding(torch.autograd.Function):
         main_grad = weight.main_grad
         rows = upstream[0].reshape(-1, weight.shape[1])
         main_grad.index_put_((ids.flatten(),), rows.to(main_grad.dtype), accumulate=True)
-        if getattr(weight, "zero_out_wgrad", False):
-            # Tied: the output layer returns the zeros to autograd.
+        is_tied = getattr(weight, "zero_out_wgrad", False) and not hasattr(weight, "is_penalized")
+        if is_tied:
+            # The output layer returns the zeros to autograd.
             return None, None
         return None, placeholder_gradient(weight)
 
