@@ -55,13 +55,22 @@ class MegatronPrecision(Precision):
         """Convert the plugin that Lightning made from ``Trainer(precision=...)``.
 
         Raises:
-            ConfigError: If the engine has no such precision, or the plugin is not one of Lightning's own.
+            ConfigError: If the engine has no such precision, or the plugin is not one of Lightning's own, or it has
+                a ``scaler`` with other settings than torch's defaults.
         """
         if plugin is None or isinstance(plugin, cls):
             return plugin or cls()
         if type(plugin).__module__.split(".")[0] != "lightning":
             raise ConfigError(
                 f"precision plugin {type(plugin).__name__} does nothing here; use Trainer(precision=...)"
+            )
+        scaler = getattr(plugin, "scaler", None)
+        # Lightning makes one with torch's defaults if the user gives none.
+        defaults = torch.amp.GradScaler("cpu").state_dict()
+        if scaler is not None and scaler.state_dict() not in (defaults, {}):
+            raise ConfigError(
+                "MixedPrecision(scaler=...): expected none, since the engine scales losses itself; use "
+                "MegatronStrategy(optimizer_config_overrides={'initial_loss_scale': ...})"
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 

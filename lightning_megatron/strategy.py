@@ -79,7 +79,7 @@ from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.models.matrices import matrices_of
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.predictions import check_predict_size
-from lightning_megatron.run.check import check_trainer, check_world_size
+from lightning_megatron.run.check import check_graph, check_trainer, check_world_size
 from lightning_megatron.run.checkpointing import Checkpointing
 from lightning_megatron.run.failures import FailureReport
 from lightning_megatron.run.heartbeat import Heartbeat, Watch
@@ -444,9 +444,14 @@ class MegatronStrategy(DDPStrategy):
         Raises:
             ConfigError: For the first problem found.
         """
-        check_trainer(trainer)
         parallel = self.parallel
         is_replica_of_several = parallel.tp * parallel.pp * parallel.cp > 1
+        check_trainer(trainer, is_replica_of_several=is_replica_of_several)
+        check_graph(trainer, model)
+        if self._layer_sync is not None:
+            raise ConfigError(
+                "sync_batchnorm=True: expected False, since no statistics of layers are shared by ranks; leave it out"
+            )
         check_hooks(
             model, datamodule, trainer.state.fn, is_replica_of_several=is_replica_of_several
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningDataModule, callbacks
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, require_number, type_of
@@ -40,6 +41,12 @@ _REFUSED_CALLBACKS: dict[type | tuple[type, ...], str] = {
 """Lightning callbacks that would not do what they promise here, most of them silently; and the reason."""
 
 
+_THROUGHPUT = (
+    "counts the batch of a replica once on each of its ranks, and adds them up; use "
+    "lightning_megatron.ThroughputMonitor"
+)
+"""Why Lightning's ThroughputMonitor is refused where a replica has several ranks."""
+
 _LEAST = {
     "max_steps": -1,
     "max_epochs": -1,
@@ -50,8 +57,12 @@ _LEAST = {
 """Least values of the Trainer's counts, of which it checks few; -1 is no limit."""
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_trainer(trainer: pl.Trainer, *, is_replica_of_several: bool) -> None:
     """Refuse options and callbacks of ``trainer`` that Megatron's engine cannot honour.
+
+    Args:
+        trainer: The user's Trainer.
+        is_replica_of_several: Whether a replica of the model has several ranks, with the same batch on each.
 
     Raises:
         ConfigError: For the first one found.
@@ -82,13 +93,35 @@ def check_trainer(trainer: pl.Trainer) -> None:
             "use MegatronStrategy(on_nan='raise'), which names microbatch and rank"
         )
     check_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    _check_callbacks(trainer, is_replica_of_several=is_replica_of_several)
+
+
+def _check_callbacks(trainer: pl.Trainer, *, is_replica_of_several: bool) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_replica_of_several and isinstance(callback, callbacks.ThroughputMonitor):
+            raise ConfigError(f"{type(callback).__name__} {_THROUGHPUT}")
         accumulates = getattr(callback, "going_to_accumulate_grad_batches", None)
         if accumulates is not None and not accumulates():
             continue  # a GradientAccumulationScheduler without effect
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"{type(callback).__name__} {reason}")
+
+
+def check_graph(trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    """Refuse loggers that would trace the model: rank 0 alone would run it, and wait for the other ranks.
+
+    Raises:
+        ConfigError: If there is one, and the module has an ``example_input_array``, without which it traces nothing.
+    """
+    if model.example_input_array is None:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            raise ConfigError(
+                "TensorBoardLogger(log_graph=True): expected False, since rank 0 alone would run the model, of which "
+                "other ranks hold parts; leave it out"
+            )
 
 
 def check_loaders(arguments: Mapping[str, Any]) -> None:

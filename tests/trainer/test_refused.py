@@ -1,12 +1,15 @@
 """Incompatible settings, models and callbacks are refused in one line before anything is built."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_megatron import MegatronModule, SpikeGuard
 from lightning_megatron.run.check import check_loaders
@@ -38,6 +41,7 @@ FALCON = SELECTIVE.but(
     }
 )
 BF16 = {"precision": "bf16-mixed"}
+SCALER = torch.amp.GradScaler("cpu", init_scale=4.0)
 
 
 def _override(run: Run, config: str = "transformer", **fields: Any) -> Run:
@@ -152,6 +156,11 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             "val_check_interval=a time: expected steps",
             Run(trainer={"val_check_interval": {"minutes": 5}}),
         ),
+        ("sync_batchnorm=True: expected False", Run(trainer={"sync_batchnorm": True})),
+        (
+            r"MixedPrecision\(scaler=...\): expected none.*initial_loss_scale",
+            Run(trainer={"plugins": [MixedPrecision("16-mixed", "cpu", scaler=SCALER)]}),
+        ),
         (
             "checkpoint plugin AsyncCheckpointIO: expected none",
             Run(trainer={"plugins": [AsyncCheckpointIO()]}),
@@ -237,6 +246,24 @@ def _check_callbacks_and_modules() -> None:
     assert "automatic_optimization=False does not work" in manual
     compiled = torch.compile(make_module(run))
     assert "pass the module itself" in refusal(make_trainer(run).fit, compiled, shuffled_loader(1))
+
+
+class WithExample(MegatronModule):
+    example_input_array = torch.zeros(1, 4, dtype=torch.long)
+
+
+def _of_one_rank(folder: Path) -> list[str]:
+    """Messages about what Lightning would do with the batches, or the model, of one rank."""
+    run = Run(strategy={"pp": 2}, trainer={"max_steps": 1})
+    monitor = callbacks.ThroughputMonitor(batch_size_fn=len)
+    drawing = run.but(trainer={"logger": TensorBoardLogger(folder, log_graph=True)})
+    return [refusal(fit, run, monitor), refusal(fit, drawing, module_class=WithExample)]
+
+
+def test_what_takes_one_rank_for_a_replica_is_refused(tmp_path: Path) -> None:
+    for monitor, drawing in run_ranks(_of_one_rank, 2, tmp_path):
+        assert "ThroughputMonitor counts the batch of a replica once on each of its" in monitor
+        assert "log_graph=True): expected False, since rank 0 alone would run the model" in drawing
 
 
 ITEMS = [*rows_dataset(8)]
