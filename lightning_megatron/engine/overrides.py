@@ -1,7 +1,9 @@
 """User overrides of fields of Megatron-Core's three configs, and which fields may be overridden.
 
-A field that an option of this package or of the Trainer sets is refused, and the error names that option: checkpoints,
-planner and checks know only the option. Fields that have no effect in this package are refused, too.
+Those that act here and that nothing else sets may be (``_ALLOWED``), and no other: of the 300 fields most are read by
+layers, kernels, optimizers and schedules in whose place this package has its own, and each version adds some. A field
+that an option of this package or of the Trainer sets is refused with the name of that option: checkpoints, planner and
+checks know only the option. So is one that changes what a model computes, as its exported config would not tell it.
 
 Notes on the optimizer of megatron-core 0.16.1: ``use_precision_aware_optimizer`` is Transformer Engine's FusedAdam, and
 ``OptimizerConfig`` raises without it. ``optimizer_cpu_offload`` does not need it, and has gaps: on CPUs
@@ -70,7 +72,9 @@ _REFUSED: dict[type, dict[str, str]] = {
         _MODEL: f"{' '.join(SAME_NAME_FIELDS)} activation_func softmax_scale init_method_std num_moe_experts "
         "moe_layer_freq moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_aux_loss_coeff "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate experimental_attention_variant "
-        "linear_attention_freq linear_*_dim linear_num_*_heads",
+        "linear_attention_freq linear_*_dim linear_num_*_heads layernorm_zero_centered_gamma glu_linear_offset "
+        "activation_func_clamp_value qk_l2_norm multi_latent_attention no_rope_freq mrope_section "
+        "window_attn_skip_freq apply_residual_connection_post_layernorm embedding_init_method_std",
         "use MegatronStrategy(ep=)": "expert_model_parallel_size",
         "use MegatronStrategy(tp=)": "tensor_model_parallel_size",
         "use MegatronStrategy(pp=)": "pipeline_model_parallel_size",
@@ -78,16 +82,21 @@ _REFUSED: dict[type, dict[str, str]] = {
         "use MegatronStrategy(cp=)": "context_parallel_size",
         _SAME: f"cp_comm_type sequence_parallel {' '.join(UNEVEN_STAGES)}",
         "use MegatronStrategy(recompute=)": "recompute_granularity recompute_method recompute_num_layers "
-        "moe_layer_recompute",
+        "moe_layer_recompute num_microbatches_with_partial_activation_checkpoints cpu_offloading*",
+        "use MegatronStrategy(num_layers_in_first_pipeline_stage=, num_layers_in_last_pipeline_stage=)": (
+            "account_for_*_in_pipeline_split"
+        ),
+        "use Trainer(deterministic=True)": "deterministic_mode",
+        "use Trainer(profiler=)": "timers barrier_with_L1_time",
         "use MegatronStrategy(cuda_graphs=)": "*cuda_graph*",
         "leave it out: it is for attention of Transformer Engine and norms of Apex": "window_size softmax_type "
         "persist_layer_norm memory_efficient_layer_norm",
         _FP8: "fp8*",
-        _PRECISION: "params_dtype pipeline_dtype bf16 fp16",
+        _PRECISION: "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
         _OURS: "calculate_per_token_loss overlap_p2p_comm batch_p2p_comm perform_initialization init_method "
         "output_layer_init_method embedding_init_method deallocate_pipeline_outputs expert_tensor_parallel_size "
-        "moe_router_dtype moe_router_load_balancing_type defer_embedding_wgrad_compute wgrad_deferral_limit",
-        _UNREAD: "moe_* overlap_dispatch_*",
+        "moe_router_dtype moe_router_load_balancing_type defer_embedding_wgrad_compute wgrad_deferral_limit "
+        "variable_seq_lengths batch_p2p_sync use_cpu_initialization *_func cross_entropy_* *_fusion fused_*",
     },
     OptimizerConfig: {
         "use MegatronModule(lr=)": "lr",
@@ -103,30 +112,50 @@ _REFUSED: dict[type, dict[str, str]] = {
         _OFFLOAD: "*offload* *cpu*",
         "leave it out: it is Transformer Engine's Adam, and moments and masters are fp32 here": "exp_avg_* "
         "main_*_dtype use_precision_aware_optimizer store_param_remainders",
-        _UNREAD: "log_num_zeros_in_grad muon_*",
+        "use Trainer(profiler=)": "timers barrier_with_L1_time",
     },
     DistributedDataParallelConfig: {
         _SHARDED: "use_distributed_optimizer",
         _OVERLAP: "overlap_grad_reduce overlap_param_gather",
         "use MegatronStrategy(on_nan=)": "check_for_nan_in_grad",
+        "use the callback SpikeGuard": "check_for_large_grads",
         "leave it out: losses are divided by the targets of the global batch": "average_in_collective",
         "leave it out: the optimizer's state is sharded over all replicas": "num_distributed_optimizer_instances",
         _FP8: "*fp8*",
         _SHARDED_WEIGHTS: "*fsdp* *sharding_strategy preserve_fp32_weights suggested_communication_unit_size "
         "gradient_reduce_div_fusion",
-        _UNREAD: "align_param_gather delay_wgrad_compute",
+        "leave it out: Megatron compiles its allocator while the run starts": "nccl_ub disable_symmetric_registration",
     },
 }
-"""Refused fields as globs, by the fix that the error names; the first match wins."""
-_EXPERT_FIELDS = (
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_router_force_load_balancing",
-    "moe_input_jitter_eps",
-    "moe_token_dispatcher_type",
-)
-"""Fields ``moe_*`` that may be overridden."""
+"""Fixes that errors name for refused fields, as globs; the first match wins, and ``_UNREAD`` is for all others."""
+_ALLOWED: dict[type, tuple[str, ...]] = {
+    TransformerConfig: (
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "config_logger_dir",
+        "distribute_saved_activations",
+        "fp32_residual_connection",
+        "gradient_accumulation_fusion",
+        "microbatch_group_size_per_vp_stage",
+        "moe_input_jitter_eps",
+        "moe_router_bias_update_rate",
+        "moe_router_enable_expert_bias",
+        "moe_router_force_load_balancing",
+        "moe_router_score_function",
+        "moe_token_dispatcher_type",
+        "pipeline_model_parallel_layout",
+        "recompute_modules",
+        "tp_comm_overlap",
+    ),
+    OptimizerConfig: ("config_logger_dir", "loss_scale"),
+    DistributedDataParallelConfig: (
+        "bucket_size",
+        "grad_reduce_in_fp32",
+        "pad_buckets_for_high_nccl_busbw",
+        "reduce_scatter_with_fp32_accumulation",
+    ),
+}
+"""Fields that may be overridden: each acts, and no option sets it."""
 
 
 @dataclass(frozen=True)
@@ -166,16 +195,24 @@ def _check(kind: type, name: str, value: object) -> None:
         raise ConfigError(
             f"{option}: expected fields of Megatron's {kind.__name__}, got {name!r}; {fix}"
         )
-    for fix, refused in _REFUSED[kind].items():
-        is_refused = any(fnmatch(name, glob) for glob in refused.split())
-        if is_refused and name not in _EXPERT_FIELDS:
-            raise ConfigError(f"{option}: expected no {name!r}, got {name}={value!r}; {fix}")
+    if name not in _ALLOWED[kind]:
+        raise ConfigError(
+            f"{option}: expected no {name!r}, got {name}={value!r}; {_fix(kind, name)}"
+        )
     if value is not None or known[name].default is not None:
         require_kind(f"{option}: {name}", value, _annotations(kind)[name])
     if name == "moe_token_dispatcher_type":
         require_choice(f"{option}: {name}", value, ("alltoall", "allgather"))
     if name == "loss_scale" and value is not None:
         require_number(f"{option}: {name}", value, MIN_LOSS_SCALE, math.inf)
+
+
+def _fix(kind: type, name: str) -> str:
+    """What to do in place of a field that is refused."""
+    for fix, globs in _REFUSED[kind].items():
+        if any(fnmatch(name, glob) for glob in globs.split()):
+            return fix
+    return _UNREAD
 
 
 @functools.cache

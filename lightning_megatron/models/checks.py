@@ -32,6 +32,7 @@ def check_model(
     overrides = settings.overrides.transformer
     check_layout(model, settings.parallel)
     _check_expert_overrides(model, overrides)
+    _check_overrides_act(settings, overrides)
     if settings.recompute.granularity == "selective":
         _check_recompute_modules(model, overrides.get("recompute_modules") or ())
     if model.experts is not None:
@@ -97,6 +98,39 @@ def _check_grouped_mm(dtype: torch.dtype, hidden_size: int, ffn_hidden_size: int
             )
 
 
+def _check_overrides_act(settings: EngineSettings, overrides: Mapping[str, Any]) -> None:
+    """Raise if an override would do nothing with the other options, or would be refused in the first step."""
+    parallel = settings.parallel
+    recompute = settings.recompute.granularity
+    group = "microbatch_group_size_per_vp_stage"
+    size = overrides.get(group) or 0
+    count = parallel.num_microbatches
+    rest = count % size if size else 0
+    is_group = parallel.pp <= size <= count and (rest == 0 or rest >= parallel.pp)
+    needs = {
+        "recompute_modules": (
+            "recompute='selective', whose parts they are",
+            recompute == "selective",
+        ),
+        "distribute_saved_activations": (
+            "recompute='full' and tp > 1",
+            recompute == "full" and parallel.tp > 1,
+        ),
+        "tp_comm_overlap": ("sequence_parallel=True and tp > 1", parallel.uses_sequence_parallel),
+        group: (
+            f"vpp, and a number of microbatches from pp={parallel.pp} to num_microbatches={count} with a rest of 0, or "
+            "of at least pp",
+            parallel.vpp is not None and is_group,
+        ),
+    }
+    for name, (expected, acts) in needs.items():
+        if overrides.get(name) and not acts:
+            raise ConfigError(
+                f"transformer_config_overrides: {name}={overrides[name]!r}: expected {expected}, got other options; "
+                "leave it out, or set them"
+            )
+
+
 def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:
     """Raise if the model does not support a user's ``recompute_modules``.
 
@@ -136,6 +170,12 @@ def _check_expert_overrides(model: ModelConfig, overrides: Mapping[str, Any]) ->
                     f"transformer_config_overrides: {name} is given by the {model.family} config; leave it out"
                 )
         return
+    rate = "moe_router_bias_update_rate"
+    if rate in overrides and not overrides.get(bias):
+        raise ConfigError(
+            f"transformer_config_overrides: {rate}={overrides[rate]!r}: expected {bias}=True, got no bias to update; "
+            "leave it out, or set both"
+        )
     is_sigmoid = overrides.get(function) == "sigmoid"
     if is_sigmoid != overrides.get(bias, False):
         raise ConfigError(

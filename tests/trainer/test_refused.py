@@ -108,7 +108,30 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             "expected bf16-mixed or 32-true, got 16-mixed",
             MIXTRAL.but(trainer={"precision": "16-mixed"}),
         ),
-        ("overrides: got fp4_param=True, and Megatron says: ", _override(Run(), fp4_param=True)),
+        (
+            "overrides: got bias_activation_fusion=True, and Megatron says: ",
+            _override(Run(), bias_activation_fusion=True),
+        ),
+        (
+            r"recompute_modules=\['core_attn'\]: expected recompute='selective', whose",
+            _override(Run(), recompute_modules=["core_attn"]),
+        ),
+        (
+            "distribute_saved_activations=True: expected recompute='full' and tp > 1",
+            _override(Run(), distribute_saved_activations=True),
+        ),
+        (
+            "tp_comm_overlap=True: expected sequence_parallel=True and tp > 1",
+            _override(Run(), tp_comm_overlap=True),
+        ),
+        (
+            "microbatch_group_size_per_vp_stage=2: expected vpp",
+            _override(Run(), microbatch_group_size_per_vp_stage=2),
+        ),
+        (
+            "moe_router_bias_update_rate=0.1: expected moe_router_enable_expert_bias=True",
+            _override(MIXTRAL, moe_router_bias_update_rate=0.1),
+        ),
         ("moe_z_loss_coeff.* nothing reads it here", _override(Run(), moe_z_loss_coeff=0.1)),
         (
             "moe_aux_loss_coeff.* set it in the model's config",
