@@ -19,11 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_megatron.engine.ops.routing import Routing
-from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two, warps_of_columns
 
 _TOKENS = 16
 """Per program."""
-_WARPS = 4
 
 
 @triton.jit
@@ -192,13 +191,15 @@ class _Route(torch.autograd.Function):
         experts = torch.empty_like(probs, dtype=torch.int64)
         partial = logits.new_empty(2, programs, num_experts)
         ctx.routing = routing
+        columns = power_of_two(num_experts)
         ctx.flags = {
             "EXPERTS": num_experts,
-            "COLUMNS": power_of_two(num_experts),
+            "COLUMNS": columns,
             "TOPK": routing.topk,
             "TOKENS": _TOKENS,
             "SIGMOID": routing.is_sigmoid,
             "NORMALIZED": routing.is_normalized,
+            "num_warps": warps_of_columns(columns),
         }
         _route[(programs,)](
             logits,
@@ -213,7 +214,6 @@ class _Route(torch.autograd.Function):
             routing.scale,
             **ctx.flags,
             CHOICES=power_of_two(routing.topk),
-            num_warps=_WARPS,
         )
         # Not views of one tensor: ``counts`` is all-reduced in place.
         score_sums = partial[0].sum(dim=0)
@@ -242,7 +242,6 @@ class _Route(torch.autograd.Function):
             ctx.routing.min_sum,
             ctx.routing.scale,
             **ctx.flags,
-            num_warps=_WARPS,
         )
         return d_logits, None, None, None
 

@@ -15,13 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two
+from lightning_megatron.engine.ops.triton.launch_sizes import power_of_two, warps_of_columns
 
 _ROWS = 64
 """Per program."""
 _COUNTS = 32
 """Programs whose counts are read at once."""
-_WARPS = 4
 MAX_DESTINATIONS = 256
 """A program holds a number for each of its rows and destinations in registers."""
 
@@ -113,11 +112,13 @@ def sorted_order(
     ends = destinations.new_empty(count, dtype=torch.int32)
     programs = triton.cdiv(rows, _ROWS)
     counts = destinations.new_empty(programs, count, dtype=torch.int32)
+    columns = power_of_two(count)
     sizes = {
         "CHOICES": choices,
         "COUNT": count,
-        "COLUMNS": power_of_two(count),
+        "COLUMNS": columns,
         "ROWS": _ROWS,
+        "num_warps": warps_of_columns(columns),
     }
     _count[(programs,)](
         destinations,
@@ -125,7 +126,6 @@ def sorted_order(
         rows,
         **sizes,
         ELEMENTS=power_of_two(_ROWS * choices),
-        num_warps=_WARPS,
     )
     _place[(programs,)](
         destinations,
@@ -136,6 +136,5 @@ def sorted_order(
         total,
         **sizes,
         COUNTS=_COUNTS,
-        num_warps=_WARPS,
     )
     return positions, ends
