@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_megatron.checkpoint.meta import BACKENDS, META, check_complete, is_distributed
 from lightning_megatron.checkpoint.plain_data import load_plain
 from lightning_megatron.checkpoint.schema import check_meta, is_meta
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.rank_zero import rank_zero_warn
 from lightning_megatron.storage.failures import failures_as_errors
 from lightning_megatron.storage.paths import as_path, is_remote
 from lightning_megatron.storage.publish import PARTIAL, recover

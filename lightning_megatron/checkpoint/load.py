@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -40,6 +39,7 @@ from lightning_megatron.engine.entries import EMA
 from lightning_megatron.engine.wrap import unwrap
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.foreign_names import checks_options
+from lightning_megatron.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.storage.checksums import verify_checksums
 from lightning_megatron.storage.publish import recover, remove
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.checkpoint.pickles import read_pickle
 from lightning_megatron.errors import type_of
+from lightning_megatron.rank_zero import rank_zero_warn
 from lightning_megatron.storage.checksums import require_file
 from lightning_megatron.storage.paths import is_remote
 

@@ -10,8 +10,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_megatron.checkpoint.find import list_checkpoints
 from lightning_megatron.checkpoint.fits import (
     MAY_DIFFER,
@@ -32,6 +30,7 @@ from lightning_megatron.engine.wrap import finish_parameter_gathers
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.adapter_names import is_adapter
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.rank_zero import rank_zero_info
 from lightning_megatron.storage.paths import as_path, is_remote
 from lightning_megatron.storage.publish import recover
 

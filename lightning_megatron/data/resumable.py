@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_megatron.data.loader import TrainLoader
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.errors import ConfigError, DataError, type_of
+from lightning_megatron.rank_zero import rank_zero_warn
 
 RESTARTS = (
     "The checkpoint has a position in a map-style dataset or in a stream, and train_dataloaders is now the other: the"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_megatron.data.resumable import RESTARTS
 from lightning_megatron.data.stream_loader import Replicas, StreamLoader
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.rank_zero import rank_zero_warn
 
 _NUM_WORKERS = "stream_workers"
 """Key of the number of worker processes in the state of a ``DataLoader`` of ours."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.step import StepOutput
 from lightning_megatron.errors import ConfigError, NonFiniteError
+from lightning_megatron.rank_zero import rank_zero_warn
 
 
 @dataclass(frozen=True, kw_only=True)

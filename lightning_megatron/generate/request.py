@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
@@ -17,6 +16,7 @@ from lightning_megatron.generate.options import GenerationOptions, options_from
 from lightning_megatron.generate.special_tokens import SpecialTokens
 from lightning_megatron.generate.stop_strings import stop_strings
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.rank_zero import rank_zero_warn
 from lightning_megatron.steps.base import Batch
 
 if TYPE_CHECKING:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_megatron.convert.companions import GENERATION_CONFIG_FILE
 from lightning_megatron.convert.registry import HFConfigLike, config_object, read_json
 from lightning_megatron.generate.options import as_tuple
+from lightning_megatron.rank_zero import rank_zero_warn
+
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "repetition_penalty": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+}
+"""Fields of ``generation_config.json`` that change what transformers' ``generate`` returns also where nothing is
+sampled, and the values with which they do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +49,8 @@ class SpecialTokens:
 def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     """Special tokens that Hugging Face's ``generate`` uses by default.
 
-    They are those of ``generation_config.json``, or without that file those of the config.
+    They are those of ``generation_config.json``, or without that file those of the config. Warns of fields beside them
+    with which Hugging Face's ``generate`` would choose other tokens.
 
     Args:
         model: As for ``MegatronModule``.
@@ -39,6 +64,7 @@ def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     start: int | None = None
     if file is not None and file.is_file():
         fields = read_json(file)
+        _warn_of_unused(fields)
         # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
         start = fields.get("decoder_start_token_id")
         if start is None:
@@ -51,3 +77,16 @@ def special_token_ids(model: HFConfigLike) -> SpecialTokens:
         pad=fields.get("pad_token_id"),
         start=start,
     )
+
+
+def _warn_of_unused(fields: Mapping[str, Any]) -> None:
+    unused = []
+    for name, without_effect in _WITHOUT_EFFECT.items():
+        value = fields.get(name)
+        if value not in (None, [], {}, without_effect):
+            unused.append(f"{name}={value!r:.40}")
+    if unused:
+        rank_zero_warn(
+            f"{GENERATION_CONFIG_FILE}: expected special tokens, got also {', '.join(unused)}, which transformers uses "
+            "and generate does not unless it is among its own options; give it there"
+        )

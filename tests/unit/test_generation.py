@@ -210,6 +210,18 @@ def test_generation_config_takes_precedence_over_config(
         assert special_token_ids(tmp_path) == expected
 
 
+def test_a_generation_config_that_changes_greedy_tokens_is_announced(tmp_path: Path) -> None:
+    """As that of Qwen2.5's chats: transformers divides logits by its penalty also where nothing is sampled."""
+    fields = {"repetition_penalty": 1.05, "eos_token_id": 5, "do_sample": True, "num_beams": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    with pytest.warns(UserWarning, match=r"got also repetition_penalty=1\.05, which transformers"):
+        assert special_token_ids(tmp_path) == SpecialTokens(eos=(5,))
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.8}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        special_token_ids(tmp_path)
+
+
 def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> None:
     # transformers up to 5.8 finds what a token stands for by "abcdef" before it.
     letters = {number: bytes([97 + number]) for number in range(6)}
@@ -228,8 +240,6 @@ def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> N
 def test_rows_beyond_the_trained_rotary_positions_are_reported(
     max_new_tokens: int, count: int
 ) -> None:
-    import lightning.pytorch  # noqa: F401  (sets the rank of rank_zero_warn)
-
     model = replace(model_of("llama"), max_position_embeddings=16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.engine.gather import gather_objects
+from lightning_megatron.rank_zero import rank_zero_warn
 
 
 @dataclass(frozen=True)
