@@ -697,7 +697,13 @@ class MegatronStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self.checkpointing.on_train_start()
-        call_on_all_ranks(ready(self._schedule, "setup").check_frozen)
+        call_on_all_ranks(ready(self._schedule, "setup").check_weights)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        changes = ready(self.megatron_optimizer, "setup").weight_changes
+        if changes.is_check_due:
+            call_on_all_ranks(changes.check)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ from lightning_megatron.engine.optimizer_options import (
     group_overrides,
 )
 from lightning_megatron.engine.settings import EngineSettings
+from lightning_megatron.engine.weight_changes import WeightChanges
 from lightning_megatron.errors import ConfigError, NonFiniteError, require_number
 
 
@@ -156,6 +157,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self._offload(share)
         for masters in self._masters:
             masters.materialize_state()
+        self.weight_changes = WeightChanges(self.parts, self._wait_for_hosts)
+        """What user code has changed in 16-bit weights since the last update."""
+
+    def _wait_for_hosts(self) -> None:
+        for host in self._hosts:
+            host.wait()
 
     def _offload(self, share: float) -> None:
         """Keep a share of master weights and moments in host memory, and give memory to the other master weights."""
@@ -227,7 +234,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._gradients = None
         with self._context.engine():
             self.settle()  # of the previous step; this one's gradients are queued
+            self.weight_changes.take_over()
             self._update(gradients)
+            self.weight_changes.have_updated()
         return result
 
     def _update(self, gradients: Gradients) -> None:
@@ -408,8 +417,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
             is_loading: Whether a checkpoint is about to be loaded: fp32 masters, which are the weights, then get their
                 own memory, because the weights are loaded too, perhaps in lower precision.
         """
-        for host in self._hosts:
-            host.wait()
+        if not is_loading:
+            self.weight_changes.take_over()
+        self._wait_for_hosts()
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.param_groups
@@ -427,8 +437,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def reload_masters(self) -> None:
         """Copy the weights, which have been loaded, into the master weights."""
-        for host in self._hosts:
-            host.wait()
+        self._wait_for_hosts()
         for part in self.parts:
             if part.optimizer is None:
                 continue
@@ -456,6 +465,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             if scaler is not None and "grad_scaler" in loaded:
                 scaler.load_state_dict(loaded["grad_scaler"])
         optimizer_state.gather_weights(self.parts)
+        self.weight_changes.have_loaded()
 
 
 def _host_state(part: Any, share: float, device: torch.device) -> HostState:

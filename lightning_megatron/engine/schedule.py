@@ -73,7 +73,7 @@ class Schedule:
         self._fp8_linears = fp8_linears(chunks)
         self._train_rows: int | None = None
         self._weights = [
-            (global_name(name, model), weight, weight.requires_grad)
+            (global_name(name, model), weight, weight.requires_grad, weight.data_ptr())
             for model in map(unwrap, chunks)
             for name, weight in model.named_parameters()
         ]
@@ -105,7 +105,7 @@ class Schedule:
             ConfigError: If the rows of a full batch cannot be split into equal microbatches, or the objective has
                 several terms but cannot count their targets in advance.
         """
-        self.check_frozen()
+        self.check_weights()
         self._set_engine_hooks(optimizer)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -146,16 +146,21 @@ class Schedule:
         prepared = self._padded(train_step.prepare_batch(batch))
         return self._run(prepared, self._num_microbatches, forward_only=True)
 
-    def check_frozen(self) -> None:
-        """Raise if weights of this rank were frozen or unfrozen after the optimizer was built.
+    def check_weights(self) -> None:
+        """Raise if weights of this rank were frozen, unfrozen or given other memory after the optimizer was built.
 
         Raises:
             ConfigError: If so; it names the first such weight.
         """
-        for name, weight, is_trained in self._weights:
+        for name, weight, is_trained, address in self._weights:
             if weight.requires_grad != is_trained:
                 raise ConfigError(
                     f"{name}: expected requires_grad={is_trained} as when the optimizer was made; freeze before fit"
+                )
+            if is_trained and weight.data_ptr() != address:
+                raise ConfigError(
+                    f"{name}: expected the memory that the optimizer updates, got another tensor as its data; change "
+                    "it in place: with torch.no_grad(): parameter.copy_(...)"
                 )
 
     def _check_hooks_of_users(self) -> None:
@@ -164,7 +169,7 @@ class Schedule:
         Raises:
             ConfigError: If so; it names the first such weight.
         """
-        for name, weight, _ in self._weights:
+        for name, weight, *_ in self._weights:
             has_hook = weight._backward_hooks or weight._post_accumulate_grad_hooks
             if not has_hook:
                 continue
@@ -440,7 +445,7 @@ class Schedule:
 
     def _check_penalty(self, weight: Tensor) -> None:
         parallel = self._topology.parallel
-        name = next((name for name, each, _ in self._weights if each is weight), "a weight")
+        name = next((name for name, each, *_ in self._weights if each is weight), "a weight")
         penalty = f"{type(self._step).__name__}.loss_func: its terms read {name} itself"
         instead = "use weight_decay or multipliers of the optimizer"
         sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "ep")}

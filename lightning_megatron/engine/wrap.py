@@ -64,12 +64,13 @@ def to_ddp(
 
 
 def _without_stale_ddp(chunk: Any) -> Any:
-    """The chunk, without the DDP of an earlier fit if other weights were frozen in that fit."""
+    """The chunk, without the DDP of an earlier fit if other weights were frozen then, or have other memory now."""
     if not isinstance(chunk, DistributedDataParallel):
         return chunk
     weights = list(chunk.parameters())
     in_buckets = chunk.param_to_bucket_group
-    if all(weight.requires_grad == (weight in in_buckets) for weight in weights):
+    is_frozen_alike = all(weight.requires_grad == (weight in in_buckets) for weight in weights)
+    if is_frozen_alike and _has_weights_in_buffers(chunk):
         return chunk
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook()
@@ -77,6 +78,17 @@ def _without_stale_ddp(chunk: Any) -> Any:
     for weight in weights:
         weight.__dict__.pop("main_grad", None)
     return chunk.module
+
+
+def _has_weights_in_buffers(chunk: DistributedDataParallel) -> bool:
+    """Whether the weights are still the parts of DDP's buffers through which the optimizer writes them."""
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        if buffer.param_data is None:
+            continue
+        memory = buffer.param_data.untyped_storage().data_ptr()
+        if any(weight.untyped_storage().data_ptr() != memory for weight in buffer.param_index_map):
+            return False
+    return True
 
 
 def _ddp(

@@ -1,0 +1,135 @@
+"""Weights that a callback changes while training: the change counts in every precision, or is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.runs import callback, checkpoints_at
+from tests.marks import exhaustive
+from tests.parity.training import (
+    DP2,
+    PP2,
+    Case,
+    Layout,
+    common_result,
+    loader_of,
+    module_of,
+    refused_fit,
+    trainer_of,
+)
+from tests.ranks import run_ranks
+
+OVERLAPPED = Layout(dp=2, overlap_communication=True)
+OFFLOADED = Layout(dp=2, offload_optimizer=True)
+CASE = Case(steps=3, lr=1e-4, precision="bf16-mixed")
+LAYOUTS = [
+    DP2,
+    exhaustive(PP2),
+    exhaustive(OVERLAPPED),
+    exhaustive(OFFLOADED),
+    exhaustive(Layout(dp=2, distributed_optimizer=False)),
+]
+
+
+def _halve(module: Any) -> None:
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(0.5)
+
+
+def _copies(module: Any) -> list[torch.Tensor]:
+    return [weight.detach().float().clone() for weight in module.parameters()]
+
+
+def _fit(case: Case, *callbacks: Any, **options: Any) -> list[torch.Tensor]:
+    module = module_of(case)
+    saves = any(hasattr(each, "dirpath") for each in callbacks)
+    trainer = trainer_of(case, callbacks=list(callbacks), enable_checkpointing=saves)
+    trainer.fit(module, loader_of(case), **options)
+    return _copies(module)
+
+
+def _halved_at_start(case: Case) -> bool:
+    """Whether weights that ``on_train_start`` halves end as those that were halved before ``fit``."""
+    for_all = callback(on_train_start=lambda trainer, module: _halve(module))
+    in_hook = _fit(case, for_all)
+    module = module_of(case)
+    trainer_of(case).validate(module, loader_of(case), verbose=False)
+    _halve(module)
+    trainer_of(case).fit(module, loader_of(case))
+    return all(map(torch.equal, in_hook, _copies(module)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_change_before_training_equals_other_initial_weights(layout: Layout) -> None:
+    assert run_ranks(_halved_at_start, 2, replace(CASE, layout=layout)) == [True, True]
+
+
+def _halved_after_second_step(case: Case, folder: Path) -> tuple[float, bool]:
+    """How far the third step moved weights that were halved before it, and whether a resumed run ends alike."""
+    halved: list[torch.Tensor] = []
+
+    def halve(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            _halve(module)
+            halved.extend(_copies(module))
+
+    ended = _fit(case, callback(on_train_batch_end=halve), checkpoints_at(folder))
+    pairs = zip(ended, halved, strict=True)
+    moved = max(float((after - before).abs().max()) for after, before in pairs)
+    resumed = _fit(case, ckpt_path=folder / "step=2.ckpt")
+    return moved, all(map(torch.equal, ended, resumed))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[-2:])
+def test_change_within_training_is_trained_on_and_saved(layout: Layout, tmp_path: Path) -> None:
+    case = replace(CASE, layout=layout)
+    moved, is_resumed = common_result(_halved_after_second_step, case, tmp_path)
+    # A step is 1e-4; the largest weights are about 1, which bf16 rounds by up to 2**-8.
+    assert moved < 0.01
+    assert is_resumed
+
+
+def _refusals(case: Case) -> tuple[str, str]:
+    def clamp(trainer: Any, module: Any, *_: Any) -> None:
+        for weight in module.parameters():
+            weight.data.clamp_(-0.01, 0.01)
+
+    def replace_data(trainer: Any, module: Any, *_: Any) -> None:
+        for weight in module.parameters():
+            weight.data = weight.data * 0.5
+
+    in_data = refused_fit(case, module_of(case), callbacks=[callback(on_train_batch_end=clamp)])
+    in_32 = replace(case, precision="32-true")
+    replacing = callback(on_train_start=replace_data)
+    return in_data, refused_fit(in_32, module_of(in_32), callbacks=[replacing])
+
+
+def test_changes_that_the_next_update_would_undo_are_refused() -> None:
+    in_data, replaced = common_result(_refusals, replace(CASE, layout=DP2))
+    assert "expected changes in place, got one through parameter.data" in in_data
+    assert "word_embeddings.weight: expected the memory that the optimizer updates" in replaced
+
+
+def _losses_of_second_fits(case: Case) -> list[float]:
+    """Last loss of a second fit, of weights as the first has left them and with other memory."""
+    losses = []
+    for is_moved in (False, True):
+        module = module_of(case)
+        trainer_of(case).fit(module, loader_of(case))
+        for weight in module.parameters():
+            if is_moved:
+                weight.data = weight.data.clone()
+        trainer = trainer_of(case)
+        trainer.fit(module, loader_of(case))
+        losses.append(trainer.callback_metrics["train_loss"].item())
+    return losses
+
+
+def test_weights_that_got_other_memory_between_fits_are_trained() -> None:
+    case = replace(CASE, layout=DP2, lr=5e-3, steps=2)
+    kept, moved = common_result(_losses_of_second_fits, case)
+    assert kept == moved
