@@ -715,7 +715,7 @@ def test_magnitudes_of_add_norm_are_known(
 ) -> None:
     x, residual, weight, bias = (
         torch.randn(*shape, device=DEVICE, dtype=dtype).requires_grad_()
-        for shape in ((70, 2, 40), (70, 2, 40), (40,), (40,))
+        for shape in ((35, 2, 40), (35, 2, 40), (40,), (40,))
     )
     output, gradients = _linear(x)
     total, normed = add_norm(output, bias, residual, weight, None, 1e-5, probability)
@@ -737,16 +737,16 @@ def test_magnitude_of_a_layer_norms_gradient_is_that_of_its_columns(
 
 
 def test_magnitudes_of_swiglu_and_rope_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(70, 2, 96, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(35, 2, 96, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     output, gradients = _linear(x)
     activated = swiglu(output.view(-1, 96))
-    _assert_known(activated.view(70, 2, 48), monkeypatch)
+    _assert_known(activated.view(35, 2, 48), monkeypatch)
     activated.backward(torch.randn_like(activated))
     _assert_known(gradients[0], monkeypatch)
 
     output, gradients = _linear(x)
-    angles = _angles(70, 1, 8)
-    parts = split_and_rotate(output.view(70, 2, 3, 32), angles, angles, [16, 8, 8])
+    angles = _angles(35, 1, 8)
+    parts = split_and_rotate(output.view(35, 2, 3, 32), angles, angles, [16, 8, 8])
     torch.autograd.backward(parts, [torch.randn_like(part) for part in parts])
     _assert_known(gradients[0], monkeypatch)
 
