@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _REAP_SECONDS = 3.0
 """Most seconds until a killed process, whose connections close at once, can be waited for."""
-_UNWIND_SECONDS = 15.0
+_UNWIND_SECONDS = 10.0
 """Seconds in which local rank 0 may end by itself after another rank: it raises, and the user's handlers run."""
 
 

@@ -204,7 +204,7 @@ def test_no_rank_is_left_running_alone(
     assert message in printed
     assert has_ended(int((tmp_path / "pid_1").read_text()), seconds=30)
     assert (tmp_path / "after").exists() == (end == "a failing child")
-    # The launcher looks at its children every second, and rank 0 has 15 more to end by itself.
+    # The launcher looks at its children every second, and rank 0 has 10 more to end by itself.
     assert time.monotonic() - begin < 120
 
 
