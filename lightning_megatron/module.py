@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.callbacks.memory_estimate import MemoryEstimate
@@ -47,7 +48,11 @@ from lightning_megatron.convert.registry import (
     with_labels,
 )
 from lightning_megatron.convert.weight_files import open_weights
-from lightning_megatron.engine.collectives import call_on_all_ranks, compute_metrics
+from lightning_megatron.engine.collectives import (
+    call_on_all_ranks,
+    compute_metrics,
+    gather_over_replicas,
+)
 from lightning_megatron.engine.lr_schedule import (
     LRSchedule,
     MegatronLRScheduler,
@@ -92,8 +97,6 @@ from lightning_megatron.storage.hub import Needed, first_line, local_folder, nam
 from lightning_megatron.strategy import MegatronStrategy
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
-
     from lightning_megatron.engine.settings import EngineSettings
     from lightning_megatron.engine.step import StepOutput
 
@@ -432,10 +435,16 @@ class MegatronModule(pl.LightningModule):
         return self.requires_grad_(True)
 
     def prepare_logging(self, trainer: pl.Trainer) -> None:
-        """Have ``trainer`` log this module's metrics, after all other callbacks; each of its functions calls this."""
+        """Have ``trainer`` log this module's metrics, after all other callbacks; each of its functions calls this.
+
+        Metrics of torchmetrics that a subclass holds count each data-parallel replica once.
+        """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [callback for callback in callbacks if not isinstance(callback, LoggedValues)]
         callbacks[:] = [*others, LoggedValues()]
+        for part in self.modules():
+            if isinstance(part, Metric) and part.dist_sync_fn is None:
+                part.dist_sync_fn = gather_over_replicas
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 

@@ -675,6 +675,23 @@ class MegatronStrategy(DDPStrategy):
             return broadcast_batch(batch, self.topology, device or self.root_device, check)
 
     @override
+    def reduce(
+        self,
+        tensor: Any,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> Any:
+        """As DDP's, but a ``"sum"`` over all ranks, as ``self.log`` asks for, counts each replica once.
+
+        The ranks of a replica have the same batch: tp=2 would double a number of rows.
+        """
+        reduced = super().reduce(tensor, group, reduce_op)
+        ranks_of_replica = self.world_size // self.data_parallel_size
+        if group is None and reduce_op == "sum" and ranks_of_replica > 1:
+            return reduced / ranks_of_replica
+        return reduced
+
+    @override
     def on_predict_start(self) -> None:
         """Agree on how many batches every rank has: a replica with fewer samples does not repeat any."""
         num_batches = torch.tensor(float(sum(self._module.trainer.num_predict_batches)))

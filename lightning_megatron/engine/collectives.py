@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.engine.gather import gather_objects
 from lightning_megatron.engine.groups import Topology
@@ -190,6 +191,17 @@ def compute_metrics(
     if topology.parallel.pp > 1:
         dist.broadcast(values, topology.last_stage, group=topology.pp_group)
     return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def gather_over_replicas(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """States of a metric of torchmetrics, one for each data-parallel replica, whose ranks have seen the same rows.
+
+    Args:
+        state: This rank's state.
+        group: The metric's own group, if its user gave one.
+    """
+    states: list[Tensor] = gather_all_tensors(state, group or data_parallel_group())
+    return states
 
 
 def data_parallel_group() -> dist.ProcessGroup:

@@ -15,12 +15,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.runs import callback
+from tests.marks import exhaustive
 from tests.parity.training import (
     PP2,
     PP2_DP2,
+    SEQ_LENGTH,
     TP2_DP2,
     TP2_PP2,
     Case,
+    Layout,
     Sentences,
     common_result,
     loader_of,
@@ -177,6 +180,50 @@ def test_callback_metrics_equal_one_process() -> None:
     assert set(actual[-1]) == logged
     # A loss of 5 has a resolution of 5e-7; norms differ more after some steps (comparison.py).
     assert actual == [pytest.approx(metrics, rel=5e-5) for metrics in expected]
+
+
+def _logged_by_subclass(case: Case) -> dict[str, float]:
+    """What a subclass logs of its batches: sums, means and a metric, of steps and epochs."""
+    from torchmetrics import MeanMetric, SumMetric
+
+    from lightning_megatron import MegatronModule
+
+    class Logging(MegatronModule):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.tokens = SumMetric()
+            self.mean_token = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            tokens = batch["input_ids"]
+            self.log("rows", float(len(tokens)), reduce_fx="sum", sync_dist=True)
+            self.log("largest", tokens.max().float(), reduce_fx="max", sync_dist=True)
+            self.tokens(tokens.numel())
+            self.mean_token(tokens.float())
+            self.log_dict({"tokens": self.tokens, "mean_token": self.mean_token}, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            rows = len(batch["input_ids"])
+            self.log("val_rows", float(rows), reduce_fx="sum", sync_dist=True, batch_size=rows)
+
+    trainer = trainer_of(case, max_steps=-1, max_epochs=1)
+    trainer.fit(module_of(case, Logging), loader_of(case), loader_of(case))
+    names = {"rows", "largest", "tokens_epoch", "mean_token_epoch", "val_rows"}
+    return {name: value for name, value in metrics_of(trainer).items() if name in names}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2_DP2, exhaustive(PP2_DP2), exhaustive(Layout(cp=2))],
+)
+def test_what_a_subclass_logs_counts_each_replica_once(layout: Layout) -> None:
+    case = Case(layout=layout, steps=2)
+    expected = common_result(_logged_by_subclass, case.on_one_process)
+    assert expected["rows"] == case.global_batch_size
+    assert expected["val_rows"] == 2 * case.global_batch_size
+    assert expected["tokens_epoch"] == 2 * case.global_batch_size * SEQ_LENGTH
+    assert common_result(_logged_by_subclass, case) == pytest.approx(expected, rel=1e-6)
 
 
 # ---- callbacks and loggers ------------------------------------------------------------------------------------------
