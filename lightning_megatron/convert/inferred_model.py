@@ -53,6 +53,7 @@ _MAX_PADDING = 128
 _CLASSIFIERS = {"classification_head.dense.weight", "token_head.dense.weight"}
 UNSUPPORTED = (
     "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
     "apply_residual_connection_post_layernorm",
     "multi_latent_attention",
     "num_experts",
@@ -72,6 +73,8 @@ UNSUPPORTED = (
     "experimental_attention_variant",
     "linear_attention_type",
     "heterogeneous_block_specs",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
     "use_mup",
 )
 """Arguments that no known family supports, unless their value is one of ``_OFF``."""

@@ -34,11 +34,12 @@ class LRSchedule:
         style: Shape after the warm-up. WSD (warm-up, stable, decay) holds the peak until the last ``wsd_decay_steps``.
         warmup_steps: Optimizer steps of the linear warm-up from ``init_lr`` to the peak.
         warmup_fraction: Warm-up as a fraction of ``decay_steps``, in [0, 1); instead of ``warmup_steps``.
-        init_lr: Learning rate of the first optimizer step, where the warm-up begins; no effect without warm-up.
-        min_lr: Learning rate at the end of the decay and afterwards; no effect on ``constant``.
+        init_lr: Learning rate of the first optimizer step, where the warm-up begins; refused without warm-up.
+        min_lr: Learning rate at the end of the decay and afterwards; refused with ``constant``, which has none.
         decay_steps: Optimizer steps, warm-up included, after which ``min_lr`` is reached. None: the steps of the run,
             from the Trainer's ``max_steps`` or ``max_epochs``. Set it if a run is trained in parts with a growing
-            ``max_steps``, which would stretch the curve otherwise.
+            ``max_steps``, which would stretch the curve otherwise. Refused with ``constant``, unless it is what
+            ``warmup_fraction`` is a fraction of.
         wsd_decay_steps: Optimizer steps of WSD's final decay; required for WSD, refused elsewhere.
         wsd_decay_style: Shape of WSD's final decay; refused elsewhere.
         start_weight_decay: Weight decay at the first step of a ramp; None: the optimizer's ``weight_decay``.
@@ -88,6 +89,7 @@ class LRSchedule:
             raise ConfigError(
                 f"warmup_fraction={self.warmup_fraction} must be in [0, 1); correct it"
             )
+        self._check_acts()
         if self.style == "WSD" and self.wsd_decay_steps is None:
             raise ConfigError(
                 "style='WSD' needs the length of its final decay; set wsd_decay_steps"
@@ -112,6 +114,26 @@ class LRSchedule:
             raise ConfigError(
                 f"weight_decay_incr_style={style!r} has nothing to ramp between; set end_weight_decay"
             )
+
+    def _check_acts(self) -> None:
+        """Refuse settings of a decay or a warm-up that the schedule does not have: ``constant`` is the default."""
+        needs = {
+            "min_lr": ("a style with a decay", self.style != "constant"),
+            "decay_steps": (
+                "a style with a decay, or warmup_fraction",
+                self.style != "constant" or bool(self.warmup_fraction),
+            ),
+            "init_lr": (
+                "warmup_steps or warmup_fraction",
+                bool(self.warmup_steps or self.warmup_fraction),
+            ),
+        }
+        for name, (expected, acts) in needs.items():
+            if getattr(self, name) and not acts:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: expected {expected}, got style={self.style!r} without; set it, or "
+                    f"leave {name} out"
+                )
 
 
 def scheduler_settings(

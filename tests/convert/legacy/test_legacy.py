@@ -539,6 +539,8 @@ def test_config_of_another_model_is_refused(tmp_path: Path) -> None:
         ("position_embedding_type", "alibi"),
         ("window_attn_skip_freq", 2),
         ("softmax_type", "off-by-one"),
+        ("layernorm_zero_centered_gamma", True),
+        ("heterogeneous_layers_config_path", "layers.json"),
         ("spec", ["mine.layers"]),
     ],
 )
