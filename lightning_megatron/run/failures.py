@@ -2,7 +2,8 @@
 
 Where one rank raises, the others lose their connections to it, and each would print a long traceback of that. The rank
 that fails first announces itself in torch.distributed's store, which outlives it, and its traceback ends with the line.
-On the other ranks the exception stays the same for callers, but is reported as one line where nobody catches it.
+On the other ranks the exception stays the same for callers, but is reported as one line where nobody catches it. If the
+first one is a user error, it is the cause of the others, so that commands end with its exit code on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_megatron.errors import one_line
+from lightning_megatron.errors import ConfigError, one_line, user_error
 
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset)|broken pipe|socket|nccl|gloo", re.IGNORECASE
@@ -51,12 +52,15 @@ class FailureReport:
             # Not announced: the rank that was lost has died without a word, or will announce itself.
             if is_lost_connection(error) and not store.check([self._key]):
                 return
-            announced = store.compare_set(self._key, "", json.dumps([rank, text]))
-            first_rank, first_text = json.loads(announced)
+            message = user_error(error)
+            announced = store.compare_set(self._key, "", json.dumps([rank, text, message]))
+            first_rank, first_text, first_message = json.loads(announced)
             line = f"error: rank {first_rank} failed: {first_text}"
             if first_rank != rank:
                 if isinstance(error, RuntimeError):
                     report_as(error, f"{line}; rank {rank} ends with it")
+                    if first_message is not None:
+                        error.__cause__ = ConfigError(f"rank {first_rank}: {first_message}")
                 return
             error.add_note(line)
             if _ERROR_FILE in os.environ:
@@ -83,7 +87,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def report_as(error: BaseException, line: str) -> None:
-    """Print ``line`` instead of a traceback if nobody catches ``error``."""
+    """Print ``line`` instead of a traceback if nobody catches ``error``; the line of the last call counts."""
     previous = sys.excepthook
 
     def hook(

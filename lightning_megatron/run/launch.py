@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.schema import restore_error
+from lightning_megatron.errors import DONE, TERMINATED
 from lightning_megatron.predictions import predict_size_error
 from lightning_megatron.run.check import check_loaders
 from lightning_megatron.run.failures import is_lost_connection, report_as
@@ -31,6 +32,10 @@ _REAP_SECONDS = 3.0
 """Most seconds until a killed process, whose connections close at once, can be waited for."""
 _UNWIND_SECONDS = 10.0
 """Seconds in which local rank 0 may end by itself after another rank: it raises, and the user's handlers run."""
+
+
+_NO_FAILURE = (None, DONE, TERMINATED)
+"""Exit codes of a rank that is running, done or preempted."""
 
 
 class _Start(Protocol):
@@ -109,7 +114,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 self._start_other_ranks()
                 result = function(*call.args, **call.kwargs)
         except Exception as error:
-            self._report_killed_ranks(error)
+            self._report_ended_ranks(error)
             if isinstance(error, AssertionError):
                 size_error = predict_size_error(error)
                 if size_error is not None:
@@ -153,21 +158,26 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             datamodule.trainer = trainer
         strategy.check_run(trainer, module, datamodule)
 
-    def _report_killed_ranks(self, error: Exception) -> None:
-        """Name the ranks that a signal has ended: the error of a lost connection does not."""
+    def _report_ended_ranks(self, error: Exception) -> None:
+        """Name the ranks that a signal has ended, or one that has ended without an exception.
+
+        The error of a lost connection does not.
+        """
         is_lost = is_lost_connection(error)
         if is_lost and self.procs:
             deadline = time.monotonic() + _REAP_SECONDS
             while not any(map(_has_ended, self.procs)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        for local_rank, process in enumerate(self.procs, 1):
-            code = process.poll() or 0
-            if code >= 0:
-                continue
-            line = _failure(local_rank, code)
-            print(line, file=sys.stderr)
-            if is_lost:
-                report_as(error, f"{line}, and rank 0 ends with it")
+        codes = {rank: process.poll() or 0 for rank, process in enumerate(self.procs, 1)}
+        for local_rank, code in codes.items():
+            if code < 0:
+                print(_failure(local_rank, code), file=sys.stderr)
+        if not is_lost or not any(codes.values()):
+            return
+        # Ranks that have lost a connection, too, end with code 1.
+        first = min(codes, key=lambda rank: (codes[rank] == 0, codes[rank] == 1, codes[rank]))
+        # A rank that has announced its exception is reported by that, soon.
+        report_as(error, f"{_failure(first, codes[first])}, and rank 0 ends with it")
 
     def _wait_for_other_ranks(self) -> None:
         """Wait at normal exit for the other ranks, which may still write files; exit with 1 if one of them fails."""
@@ -182,6 +192,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 def _end_with_failed_rank(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End this process some time after one of ``processes`` has failed, if it waits for that rank in a collective.
 
+    A preempted rank has not: all ranks are, and this one may take its time, as loggers that upload at exit do.
+
     Args:
         processes: The ranks that this process has started: local ranks from 1 on.
     """
@@ -189,7 +201,7 @@ def _end_with_failed_rank(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     while failed is None:
         time.sleep(1)
         all_have_ended = all(map(_has_ended, processes))
-        failed = next((each for each in processes if each.poll()), None)
+        failed = next((each for each in processes if each.poll() not in _NO_FAILURE), None)
         if all_have_ended and failed is None:
             return
     time.sleep(_UNWIND_SECONDS)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.run import launch
 from tests.marks import exhaustive
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_ranks
 
 # Deliberately without a __main__ guard: Megatron's own checkpoint writer would start such a script again, and hang.
 _SCRIPT = """
@@ -36,6 +38,9 @@ class Ends(BasePredictionWriter):
 
         if end == "rank 1 is killed while rank 0 sleeps" and rank == 0:
             time.sleep(300)
+
+        if end == "rank 1 exits" and rank == 1:
+            sys.exit(5)
 
         if end == "a callback of rank 1" and rank == 1:
             raise KeyError("no such key")
@@ -187,6 +192,9 @@ def test_unguarded_script_runs_once_per_rank_under_every_launcher(how: str, tmp_
             1,
             "error: local rank 1 was ended by SIGKILL, and the others end with it",
         ),
+        exhaustive(
+            "rank 1 exits", 1, "error: local rank 1 ended with code 5, and rank 0 ends with it"
+        ),
         exhaustive("rank 0 is killed", -9, ""),
         exhaustive("an exception", 1, "RuntimeError: rank 0 alone"),
         exhaustive("a failing child", 1, "error: local rank 1 ended with code 3"),
@@ -208,6 +216,19 @@ def test_no_rank_is_left_running_alone(
     assert time.monotonic() - begin < 120
 
 
+@pytest.mark.parametrize(("code", "lines"), [(143, 0), (3, 1)])
+def test_rank_that_is_preempted_ends_no_other(
+    code: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local rank 0 may still upload logs when the others have ended."""
+    printed: list[str] = []
+    monkeypatch.setattr(launch, "_UNWIND_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "_exit", printed.append)
+    rank = subprocess.Popen(["sh", "-c", f"exit {code}"])
+    launch._end_with_failed_rank([rank])
+    assert len(printed) == lines
+
+
 @pytest.mark.parametrize("how", ["lightning", exhaustive("torchrun")])
 def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_path: Path) -> None:
     codes, printed = _run(how, "a callback of rank 1", tmp_path)
@@ -221,6 +242,41 @@ def test_last_line_names_the_rank_that_failed_and_its_exception(how: str, tmp_pa
     assert re.fullmatch(rf"(\[rank1\]: )?{line}", lines[-2]), printed
     assert re.fullmatch(rf"{line}; rank 0 ends with it", lines[-1]), printed
     assert printed.count("Traceback (most recent call last)") == 1, printed
+
+
+def _message_where_connection_is_lost(error: Exception) -> str | None:
+    """On rank 0, after rank 1 has failed with ``error``: the message of a user error."""
+    import torch.distributed as dist
+
+    from lightning_megatron.errors import user_error
+    from lightning_megatron.run.failures import FailureReport
+
+    dist.init_process_group("gloo")
+    failures = FailureReport()
+    if dist.get_rank() == 1:
+        failures.announce(error)
+    dist.barrier()
+    lost = RuntimeError("Connection closed by peer")
+    if dist.get_rank() == 0:
+        failures.announce(lost)
+    return user_error(lost)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        # With it a command ends with code 2.
+        (
+            ConfigError("x: expected 1, got 2; correct it"),
+            "rank 1: x: expected 1, got 2; correct it",
+        ),
+        exhaustive(KeyError("x"), None),
+    ],
+    ids=str,
+)
+def test_user_error_of_one_rank_is_that_of_all(error: Exception, message: str | None) -> None:
+    first, _ = run_ranks(_message_where_connection_is_lost, 2, error)
+    assert first == message
 
 
 _TRAINS_ON = """
