@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_megatron.errors import ConfigError
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
 
 
 def connect_ranks(
@@ -142,6 +142,7 @@ def _local_store(environment: ClusterEnvironment, timeout: timedelta) -> Store |
         is_master=True,
         timeout=timeout,
         multi_tenant=True,
+        wait_for_workers=False,  # it would in C++, where Ctrl-C interrupts nothing: _admit_ranks waits
         master_listen_fd=listener.detach(),  # the store closes it
         use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
     )
@@ -165,14 +166,16 @@ def _admit_ranks(
     answered: set[bytes] = set()
     peer = ""
     keys = [f"rank/{rank}" for rank in range(1, world_size)]
-    while (joined := store.add(prefix, 0)) < len(keys):
-        announced = store.multi_get(keys)  # waits until every rank has announced itself once
-        others = [each.decode().partition(" ")[2] for each in announced]
-        peer = next(filter(_is_routable, (address, *others)), "")
-        for each in set(announced) - answered:
-            store.set(each.decode().partition(" ")[0], f"{prefix} {peer}")
-            answered.add(each)
+    while store.add(prefix, 0) < len(keys):
+        if store.check(keys):  # otherwise reading them would wait, in C++
+            announced = store.multi_get(keys)
+            others = [each.decode().partition(" ")[2] for each in announced]
+            peer = next(filter(_is_routable, (address, *others)), "")
+            for each in set(announced) - answered:
+                store.set(each.decode().partition(" ")[0], f"{prefix} {peer}")
+                answered.add(each)
         if time.monotonic() > deadline:
+            joined = sum(store.check([key]) for key in keys)
             raise dist.DistStoreError(f"{joined + 1}")
         time.sleep(_POLL_SECONDS)
     return prefix, peer

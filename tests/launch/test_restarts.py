@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -81,8 +82,22 @@ def test_a_rank_that_does_not_come_names_the_option_that_limits_the_wait() -> No
     assert "MASTER_ADDR" not in message
 
 
+def _interrupted_while_waiting() -> bool:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        _wait_for_another_rank()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_ctrl_c_interrupts_a_rank_that_waits_for_others() -> None:
+    assert run_ranks(_interrupted_while_waiting, 1) == [True]
+
+
 _SUPERVISED = """
 import sys
+import threading
 from lightning_megatron.run.restarts import supervise
 sys.exit(supervise([sys.executable, "-c", sys.argv[1]], int(sys.argv[2])))
 """
