@@ -69,6 +69,7 @@ _KNOWN_FIELDS = {
     "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
+    "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
     "inference_mode",
@@ -405,7 +406,9 @@ class AdapterSource(HuggingFaceSource):
         Raises:
             CheckpointError: If the adapter is damaged or is not plain LoRA.
         """
-        for name, value in self._config.items():
+        # The type first: other types have fields of their own, with which a message would puzzle.
+        for name in sorted(self._config, key=lambda each: each not in _EXPECTED):
+            value = self._config[name]
             if name == "modules_to_save":
                 heads = {module for modules in _HEADS.values() for module in modules}
                 is_plain = heads.issuperset(value or ())

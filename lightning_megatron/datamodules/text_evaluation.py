@@ -83,6 +83,10 @@ class TextEvaluationDataModule(MegatronDataModule):
             raise ConfigError(
                 f"stride={stride} is for task=perplexity, and 1 to seq_length={seq_length}"
             )
+        if not strict and task != "last_word":
+            raise ConfigError(
+                f"strict=False: expected task='last_word', whose words it is about, got {task!r}; leave it out"
+            )
         self.data_path = data_path
         self.tokenizer = tokenizer
         self.task = task

@@ -214,7 +214,16 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
     file = changed / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "use_dora": True}))
+    other_type = adapter.with_name("other_type")
+    shutil.copytree(adapter, other_type)
+    of_ia3 = {"feedforward_modules": ["down_proj"], **config, "peft_type": "IA3"}
+    (other_type / file.name).write_text(json.dumps(of_ia3))
+    of_eva = {**config, "init_lora_weights": "eva", "eva_config": {"rho": 1.0, "tau": 0.99}}
+    eva = adapter.with_name("eva")
+    shutil.copytree(adapter, eva)
+    (eva / file.name).write_text(json.dumps(of_eva))
     module = partial(_module, folder)
+    assert module(lora=str(eva)).adaptation, "EVA determines initial values alone"
     validate = partial(_validate, folder)
     other = LoRA(rank=2, targets=TARGETS)
     full = folder / "full.ckpt"
@@ -233,6 +242,7 @@ def _refusals(folder: Path, adapter: Path) -> list[tuple[str, str]]:
             {"lora": str(folder / "base")},
         ),
         ("expected it unset for use_dora, got True", module, {"lora": str(changed)}),
+        ("expected 'LORA' for peft_type, got 'IA3'", module, {"lora": str(other_type)}),
         ("expected this package's layers, got a model_provider", module, {"model_provider": print}),
         (
             "a module with lora, got one",

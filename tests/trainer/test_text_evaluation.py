@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.errors import ConfigError
 from tests.families.parity import pretrained_module, tiny_model
 from tests.marks import exhaustive
 from tests.parity.training import FOUR_RANKS, Case, Layout, refusal, trainer_of
@@ -170,6 +171,13 @@ def test_wrong_train_step_or_phase_is_refused(folder: Path) -> None:
     objective, split = run_ranks(_refusals, 1, str(folder))[0]
     assert "expected train_step='last_word', which counts last words, got" in objective
     assert "TextEvaluationDataModule has no train split" in split
+
+
+def test_an_option_of_the_other_task_is_refused() -> None:
+    from lightning_megatron import TextEvaluationDataModule
+
+    with pytest.raises(ConfigError, match="strict=False: expected task='last_word', whose words"):
+        TextEvaluationDataModule("texts.jsonl", "tokenizer", strict=False)
 
 
 def _losses_of_encodings(folder: str) -> list[Any]:
