@@ -201,7 +201,8 @@ def cached_samples(
         _FORMAT_VERSION,
         files,
         (options.seq_length, options.answers, options.separator),
-        (backend, tokenizer.chat_template),
+        # The library does not write the last of them to its file, tokenizer.json.
+        (backend, tokenizer.chat_template, tokenizer.split_special_tokens),
         sorted((name, str(token)) for name, token in special.items()),
     )
     name = f"{kind}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}"

@@ -374,6 +374,10 @@ def test_token_cache_is_used_until_file_tokenizer_or_options_change(
     assert fingerprint(replace(options, answers="last")) != first
     make_tokenizer(Path(options.tokenizer), MARKED)
     assert fingerprint(options) != first
-    os.utime(options.path, ns=(1, 1))
+    config = Path(options.tokenizer) / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "split_special_tokens": True}))
     fingerprint(options)
     assert len(reads) == 4
+    os.utime(options.path, ns=(1, 1))
+    fingerprint(options)
+    assert len(reads) == 5
