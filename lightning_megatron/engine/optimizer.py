@@ -135,6 +135,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         if options.name == "muon":
             self._algorithm = "muon"
             self._use_muon(chunks, options)
+        self._settings_as_built = optimizer_state.settings_of(self.param_groups)
+        """Before schedulers and callbacks change them."""
         self._gradients: Gradients | None = None
         """Those of the next step; None before they are computed."""
         self.grad_norm: Tensor | None = None
@@ -378,13 +380,33 @@ class MegatronOptimizer(torch.optim.Optimizer):
     # ---- the state in a checkpoint --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of skipped steps, for Lightning; ``sharded_state_dict`` has the rest."""
-        return {"skipped_steps": self.skipped_steps, "skips_in_a_row": self.skips_in_a_row}
+        """The numbers of skipped steps and changed settings, for Lightning; ``sharded_state_dict`` has the rest."""
+        settings = optimizer_state.settings_of(self.param_groups)
+        return {
+            "skipped_steps": self.skipped_steps,
+            "skips_in_a_row": self.skips_in_a_row,
+            "settings": [
+                {"group": list(group), "as_built": as_built, "now": settings[group]}
+                for group, as_built in self._settings_as_built.items()
+            ],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self.skips_in_a_row = state_dict.get("skips_in_a_row", 0)
+        self.restore_settings(state_dict)
+
+    def restore_settings(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the settings of a ``state_dict`` alone; each only if both runs have begun with the same value."""
+        saved = {tuple(each["group"]): each for each in state_dict.get("settings", ())}
+        for group in self.param_groups:
+            key = optimizer_state.group_key(group)
+            if key not in saved:
+                continue
+            for name, value in saved[key]["as_built"].items():
+                if self._settings_as_built[key].get(name) == value:
+                    group[name] = saved[key]["now"][name]
 
     @property
     def state_format(self) -> dict[str, Any]:

@@ -39,6 +39,9 @@ _GROUP_SETTINGS = (
 )
 """Keys of parameter groups that each run sets; the others, such as ``lr`` and ``step``, are restored on resume."""
 
+_CHANGEABLE = ("weight_decay", "betas", "eps", "momentum")
+"""Those of them that updates use, which schedulers of momentum and callbacks may change."""
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size along each axis."""
 
@@ -144,12 +147,20 @@ def copy_masters(parts: Iterable[Any], entries: Mapping[str, Any]) -> None:
 
 def restore_groups(groups: Iterable[dict[str, Any]], saved: Iterable[Mapping[str, Any]]) -> None:
     """Restore what training has changed in the parameter groups; the settings of this run are kept."""
-    saved_by_key = {_group_key(group): group for group in saved}
+    saved_by_key = {group_key(group): group for group in saved}
     for group in groups:
         kept = {"params", *(name for name in _GROUP_SETTINGS if name in group)}
-        for name, value in saved_by_key[_group_key(group)].items():
+        for name, value in saved_by_key[group_key(group)].items():
             if name not in kept:
                 group[name] = value
+
+
+def settings_of(groups: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Settings of parameter groups that a run may change while it trains, by what identifies a group."""
+    return {
+        group_key(group): {name: group[name] for name in _CHANGEABLE if name in group}
+        for group in groups
+    }
 
 
 def gather_weights(parts: Iterable[Any]) -> None:
@@ -160,7 +171,8 @@ def gather_weights(parts: Iterable[Any]) -> None:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def group_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What identifies a parameter group, of which each rank has all, in any order."""
     return tuple(group[name] for name in _GROUP_IDENTITY)
 
 

@@ -672,6 +672,10 @@ class Checkpointing:
             return None
         with self._strategy.engine():
             loaded = resume(self._run, as_path(path))
+        optimizer = self._run.optimizer
+        if optimizer is not None:
+            for state in loaded["optimizer_states"]:
+                optimizer.restore_settings(state)
         configs = self._trainer.lr_scheduler_configs
         for config, state in zip(configs, loaded["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)

@@ -20,6 +20,7 @@ from tests.checkpoint.runs import (
     Run,
     Trace,
     assert_exact_resume,
+    callback,
     fit,
     rows_dataset,
     train,
@@ -106,6 +107,41 @@ def test_new_hyper_parameters_override_those_of_the_checkpoint(tmp_path: Path) -
     for index in (0, 1):
         assert trace.state[group.format(index, "betas.0")] == 0.75
         assert trace.state[group.format(index, "eps")] == 0.25
+
+
+def _train_in_one_cycle(run: Run, save_as: Path | None = None) -> Trace:
+    """Train with a scheduler of learning rate and momentum, and a callback that changes the weight decay."""
+    import torch
+
+    from lightning_megatron.module import MegatronModule
+
+    class OneCycle(MegatronModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.megatron.build_optimizer(self.optimizer_options, self.lr)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    def raise_decay(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            for group in trainer.optimizers[0].param_groups:
+                group["weight_decay"] = 0.5
+
+    hook = callback(on_train_batch_start=raise_decay)
+    trainer, trace = fit(run, hook, module_class=OneCycle)
+    if save_as is not None:
+        trainer.save_checkpoint(save_as)
+    return trace
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", exhaustive("muon")])
+def test_momentum_and_decay_that_a_run_has_changed_are_resumed(
+    optimizer: str, tmp_path: Path
+) -> None:
+    run = Run(trainer={"max_steps": 4}, optimizer={"name": optimizer})
+    uninterrupted = run_ranks(_train_in_one_cycle, 2, run)
+    run_ranks(_train_in_one_cycle, 2, run.but(trainer={"max_steps": 2}), tmp_path / "2.ckpt")
+    resumed = run_ranks(_train_in_one_cycle, 2, run.but(ckpt_path=str(tmp_path / "2.ckpt")))
+    assert_exact_resume(uninterrupted, resumed, 3)
 
 
 def _train_with_early_loader(run: Run) -> Trace:
