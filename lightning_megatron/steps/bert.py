@@ -98,7 +98,7 @@ class BertTrainStep(MaskedLossStep):
         """Set the options.
 
         Args:
-            binary_head: Whether pretraining includes the sentence order loss; no effect on other tasks.
+            binary_head: Whether pretraining includes the sentence order loss; other tasks refuse False.
         """
         self.binary_head = binary_head
 
@@ -106,9 +106,15 @@ class BertTrainStep(MaskedLossStep):
         """Set the model to train, and choose the loss terms by its task.
 
         Raises:
-            ConfigError: If the model is no BERT, or its ``num_labels`` or ``problem_type`` does not fit its task.
+            ConfigError: If the model is no BERT, or ``binary_head``, its ``num_labels`` or ``problem_type`` does not fit its
+                task.
         """
         super().bind(model)
+        if not self.binary_head and model.task != "pretraining":
+            raise ConfigError(
+                f"binary_head=False: expected task='pretraining', whose second head it leaves out, got {model.task!r}; "
+                "leave it out"
+            )
         self._heads = dict(_HEADS[model.task])
         if not self.binary_head:
             self._heads.pop("sop_loss", None)

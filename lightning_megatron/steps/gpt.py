@@ -73,7 +73,7 @@ class GPTTrainStep(MaskedLossStep):
         """Set the options.
 
         Raises:
-            ConfigError: If another option is set and ``eod_token`` is None.
+            ConfigError: If another option is set and ``eod_token`` is None, or the other way around.
         """
         self.eod_token = eod_token
         self.reset_position_ids = reset_position_ids
@@ -84,6 +84,13 @@ class GPTTrainStep(MaskedLossStep):
                 raise ConfigError(
                     f"{name}=True: expected eod_token, got None; give the tokenizer's end of document"
                 )
+        if eod_token is not None and not (
+            reset_position_ids or reset_attention_mask or eod_mask_loss
+        ):
+            raise ConfigError(
+                f"eod_token={eod_token}: expected reset_position_ids, reset_attention_mask or eod_mask_loss, which it "
+                "is for, got none; set one, or leave it out"
+            )
 
     def bind(self, model: ModelConfig) -> None:
         """Set the model to train.

@@ -125,13 +125,14 @@ def test_invalid_batch_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"architecture": "gpt"}, "BertTrainStep trains BERTs, and .* use train_step='gpt'"),
+    ({"task": "masked_lm", "binary_head": False}, "binary_head=False: expected task='pretraining', .* got 'masked_lm'"),
     ({"task": "question_answering", "num_labels": 3}, "num_labels=3: expected 2 .* use num_labels=2"),
     ({"task": "sequence_classification", "problem_type": "multi"}, "problem_type='multi' is unknown; choose from"),
     ({"task": "token_classification", "num_labels": 1}, "num_labels=1: expected at least 2 for task='token_cl"),
 ])  # fmt: skip
 def test_unsuitable_model_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BertTrainStep().bind(replace(MODEL, **fields))
+        _step(**{"task": MODEL.task, **fields})
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_end_of_document_switches_equal_megatrons(
 ) -> None:
     text = _texts()
     step = _step(
-        eod_token=EOD,
+        eod_token=EOD if any(switches) else None,
         **dict(zip(SWITCHES, switches, strict=True)),
     )
     prepared = step.prepare_batch({"text": text} if is_text else {"input_ids": text[:, :-1]})
@@ -151,7 +151,9 @@ def test_unsuitable_options_and_models_are_refused() -> None:
     ):
         GPTTrainStep().bind(TINY)
     with pytest.raises(ConfigError, match=f"eod_token=50256 must be in 0..{VOCAB - 1}"):
-        _step(eod_token=50256)
+        _step(eod_token=50256, eod_mask_loss=True)
+    with pytest.raises(ConfigError, match="eod_token=5: expected reset_position_ids, .* got none"):
+        _step(eod_token=5)
 
 
 IDS = torch.randint(
