@@ -106,7 +106,7 @@ class BertTrainStep(MaskedLossStep):
         """Set the model to train, and choose the loss terms by its task.
 
         Raises:
-            ConfigError: If the model is no BERT, or ``binary_head``, its ``num_labels`` or ``problem_type`` does not fit its
+            ConfigError: If the model is no BERT, or ``binary_head``, ``num_labels`` or ``problem_type`` do not fit the
                 task.
         """
         super().bind(model)
