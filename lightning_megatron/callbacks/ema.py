@@ -133,7 +133,9 @@ class EMA(Callback):
             return
         average = self._average
         assert average is not None, "on_fit_start has allocated it"
-        if not self._strategy.megatron_optimizer.has_skipped:
+        optimizer = self._strategy.megatron_optimizer
+        if not optimizer.has_skipped:
+            optimizer.weight_changes.take_over()  # of callbacks before this one
             average.update(self.decay)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------

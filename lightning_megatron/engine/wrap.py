@@ -39,8 +39,10 @@ def to_16bit(
         use_fp8(chunks)
     wrapped = torch.nn.ModuleList()
     for chunk in chunks:
-        is_wrapped = unwrap(chunk) is not chunk
-        wrapped.append(chunk if is_wrapped else Float16Module(chunk.config, chunk))
+        if unwrap(chunk) is chunk:
+            chunk = Float16Module(chunk.config, chunk)
+            chunk.register_load_state_dict_pre_hook(_find_unwrapped_names)
+        wrapped.append(chunk)
     keep_biases_in_fp32(wrapped)
     return wrapped
 
@@ -116,11 +118,28 @@ def _ddp(
         # As in Megatron-LM, training/training.py:get_model: communication of later chunks overlaps with compute anyway.
         disable_bucketing=index > 0,
     )
+    wrapped.register_load_state_dict_pre_hook(_find_unwrapped_names)
     wrapped.broadcast_params()
     for weight in wrapped.parameters():
         # Autograd functions that write main_grad read it (ops/weight_gradients.py).
         weight.is_reduced_in_backward = config.overlap_grad_reduce
     return wrapped
+
+
+def _find_unwrapped_names(
+    wrapper: torch.nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Hook of wrappers that lets a module load its own ``state_dict``, in which they leave out their ``module.``.
+
+    megatron-core 0.16.1, transformer/module.py and distributed/distributed_data_parallel.py: ``state_dict``.
+    """
+    inner = f"{prefix}module."
+    for name in list(state):
+        if name.startswith(prefix) and not name.startswith(inner):
+            state[inner + name.removeprefix(prefix)] = state.pop(name)
 
 
 def _require_gradient(

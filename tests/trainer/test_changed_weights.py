@@ -1,5 +1,6 @@
 """Weights that a callback changes while training: the change counts in every precision, or is refused."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,45 @@ def test_weights_that_got_other_memory_between_fits_are_trained() -> None:
     case = replace(CASE, layout=DP2, lr=5e-3, steps=2)
     kept, moved = common_result(_losses_of_second_fits, case)
     assert kept == moved
+
+
+def _loaded_again(case: Case) -> tuple[bool, bool]:
+    """Whether a module loads its own state dict after a fit, and trains from it if ``on_fit_start`` loads it."""
+    module = module_of(case)
+    trainer_of(case).validate(module, loader_of(case), verbose=False)
+    initial = copy.deepcopy(module.state_dict())
+    trainer_of(case).fit(module, loader_of(case))
+    trained = _copies(module)
+    module.load_state_dict(initial)
+    is_changed = not any(map(torch.equal, trained, _copies(module)))
+    trainer_of(case).fit(module, loader_of(case))
+    restart = callback(on_fit_start=lambda trainer, module: module.load_state_dict(initial))
+    trainer_of(case, callbacks=[restart]).fit(module, loader_of(case))
+    return is_changed, all(map(torch.equal, trained, _copies(module)))
+
+
+@pytest.mark.parametrize("layout", [DP2, exhaustive(PP2)])
+def test_module_loads_its_own_state_dict(layout: Layout) -> None:
+    assert run_ranks(_loaded_again, 2, replace(CASE, layout=layout, lr=5e-3)) == [(True, True)] * 2
+
+
+def _averaged_and_clamped(case: Case) -> tuple[float, bool]:
+    """The largest element of an average of weights that a callback clamps after each step, before ``EMA``."""
+    from lightning_megatron import EMA
+
+    def clamp(trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.clamp_(-0.0625, 0.0625)
+
+    average = EMA(decay=0.5)
+    trainer = trainer_of(case, callbacks=[callback(on_train_batch_end=clamp), average])
+    module = module_of(case)
+    trainer.fit(module, loader_of(case))
+    with average.average_parameters():
+        largest = max(float(weight.abs().max()) for weight in module.parameters())
+    return largest, average.num_updates == case.steps
+
+
+def test_changed_weights_are_averaged() -> None:
+    assert common_result(_averaged_and_clamped, replace(CASE, layout=DP2)) == (0.0625, True)
