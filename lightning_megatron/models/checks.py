@@ -129,6 +129,12 @@ def _check_overrides_act(settings: EngineSettings, overrides: Mapping[str, Any])
                 f"transformer_config_overrides: {name}={overrides[name]!r}: expected {expected}, got other options; "
                 "leave it out, or set them"
             )
+    for name in ("pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation"):
+        if settings.overrides.ddp.get(name) and not settings.distributed_optimizer:
+            raise ConfigError(
+                f"ddp_config_overrides: {name}=True: expected distributed_optimizer=True, whose messages it changes, "
+                "got False; leave it out"
+            )
 
 
 def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:
@@ -137,6 +143,19 @@ def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> No
     An MLP with biases returns its output bias, a parameter, beside its output. megatron-core 0.16.1,
     tensor_parallel/random.py:CheckpointFunction treats it as recomputed, and its backward pass recurses endlessly.
     """
+    experts = model.experts
+    has_dense = experts is None or not all(map(model.has_experts, range(model.num_layers)))
+    parts = {
+        "moe": experts is not None,
+        "shared_experts": experts is not None and experts.shared_ffn_hidden_size > 0,
+        "mlp": has_dense,
+    }
+    for name, exists in parts.items():
+        if name in modules and not exists:
+            raise ConfigError(
+                f"recompute_modules={sorted(modules)}: expected parts of the model, got {name!r}, which no layer of "
+                f"this {model.family} has; leave it out"
+            )
     if model.architecture == "t5" and "core_attn" in modules:
         raise ConfigError(
             "recompute_modules with 'core_attn' cannot train T5's attention bias: the engine would walk through its "

@@ -101,6 +101,18 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             _override(SELECTIVE, recompute_modules=["mlp"]),
         ),
         (
+            r"recompute_modules=\['moe'\]: expected parts of the model, got 'moe', which no layer",
+            _override(SELECTIVE, recompute_modules=["moe"]),
+        ),
+        (
+            "reduce_scatter_with_fp32_accumulation=True: expected distributed_optimizer=True",
+            _override(
+                Run(strategy={"distributed_optimizer": False}),
+                "ddp",
+                reduce_scatter_with_fp32_accumulation=True,
+            ),
+        ),
+        (
             r"\['mlp'\] is not supported by a layer with parallel",
             _override(FALCON, recompute_modules=["mlp"]),
         ),
