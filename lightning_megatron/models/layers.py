@@ -312,6 +312,9 @@ def block_spec(
 class LayerStack(TransformerBlock):
     """The layers of one chunk and, after the last layer of the model, the final norm."""
 
+    _padding_mask: Tensor | None = None
+    """Of the forward pass with recomputation that is running."""
+
     @override
     def _build_layers(self) -> None:
         """Build the layers, and tell each residual addition which norm reads its sum, so that both can be fused."""
@@ -341,7 +344,29 @@ class LayerStack(TransformerBlock):
         """
         if layer_number >= len(self.layers):
             return _identity_layer
-        return self.layers[layer_number]
+        layer = self.layers[layer_number]
+        if self._padding_mask is None:
+            return layer
+        return partial(_layer_with_padding, layer, self._padding_mask)
+
+    @override
+    def _checkpointed_forward(
+        self,
+        *args: Any,
+        padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward pass with recomputation, whose layers all know the padding.
+
+        In megatron-core 0.16.1 those that ``recompute_method="block"`` does not recompute have none, and the load of
+        their experts counts it.
+        """
+        self._padding_mask = padding_mask
+        try:
+            return super()._checkpointed_forward(*args, padding_mask=padding_mask, **kwargs)
+        finally:
+            # What is recomputed later gets that of its own microbatch.
+            self._padding_mask = None
 
 
 def _identity_layer(
@@ -350,6 +375,18 @@ def _identity_layer(
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     return hidden_states, context
+
+
+def _layer_with_padding(
+    layer: Any,
+    mask: Tensor,
+    *,
+    padding_mask: Tensor | None,
+    **inputs: Any,
+) -> Any:
+    """Call a layer with the padding of all layers, whether it was given or not."""
+    del padding_mask
+    return layer(padding_mask=mask, **inputs)
 
 
 def _norm_or_none(module: Any) -> Norm | None:
