@@ -15,6 +15,7 @@ from lightning_megatron.engine.ops.fp8 import use_fp8
 from lightning_megatron.engine.ops.router import keep_biases_in_fp32
 from lightning_megatron.engine.overrides import build_config
 from lightning_megatron.engine.settings import EngineSettings, Recipe
+from lightning_megatron.errors import ConfigError
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
@@ -52,7 +53,12 @@ def to_ddp(
     settings: EngineSettings,
     graphs: MicrobatchGraphs | None = None,
 ) -> torch.nn.ModuleList:
-    """Wrap chunks in DDP for training: fp32 gradient buffers, reduced over dp; on the stream of ``graphs``, if any."""
+    """Wrap chunks in DDP for training: fp32 gradient buffers, reduced over dp; on the stream of ``graphs``, if any.
+
+    Raises:
+        ConfigError: If a weight has another dtype than the run's, or fp32.
+    """
+    _check_dtypes(chunks, settings.params_dtype)
     config = unwrap(chunks[0]).config
     if config.tp_comm_overlap:
         split_linear.use_for_linears(chunks)
@@ -63,6 +69,15 @@ def to_ddp(
         for index, chunk in enumerate(chunks):
             wrapped.append(_ddp(_without_stale_ddp(chunk), settings, index))
     return wrapped
+
+
+def _check_dtypes(chunks: torch.nn.ModuleList, expected: torch.dtype) -> None:
+    for name, weight in chunks.named_parameters():
+        if weight.dtype not in (expected, torch.float32):
+            raise ConfigError(
+                f"{name}: expected a weight in {expected}, as Trainer(precision=...) says, got {weight.dtype}; leave "
+                "out module.half() and the like, and set precision"
+            )
 
 
 def _without_stale_ddp(chunk: Any) -> Any:

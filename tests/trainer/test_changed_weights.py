@@ -115,6 +115,23 @@ def test_changes_that_the_next_update_would_undo_are_refused() -> None:
     assert "word_embeddings.weight: expected the memory that the optimizer updates" in replaced
 
 
+def _refused_dtypes(case: Case) -> list[str]:
+    messages = []
+    for cast in (torch.nn.Module.half, torch.nn.Module.double):
+        module = module_of(case)
+        trainer_of(case).validate(module, loader_of(case), verbose=False)
+        cast(module)
+        messages.append(refused_fit(case, module))
+    return messages
+
+
+def test_weights_in_another_dtype_than_the_precisions_are_refused() -> None:
+    (messages,) = run_ranks(_refused_dtypes, 1, replace(CASE, precision="32-true"))
+    for message, got in zip(messages, ("float16", "float64"), strict=True):
+        assert "expected a weight in torch.float32, as Trainer(precision=...) says" in message
+        assert f"got torch.{got}; leave out module.half()" in message
+
+
 def _losses_of_second_fits(case: Case) -> list[float]:
     """Last loss of a second fit, of weights as the first has left them and with other memory."""
     losses = []
