@@ -73,7 +73,11 @@ from lightning_megatron.generate.inputs import inputs_from_batch
 from lightning_megatron.generate.live_model import GenerationOutput, LiveModel
 from lightning_megatron.generate.log_likelihoods import LogLikelihoods
 from lightning_megatron.generate.options import GenerationOptions
-from lightning_megatron.generate.special_tokens import SpecialTokens, special_token_ids
+from lightning_megatron.generate.special_tokens import (
+    SpecialTokens,
+    special_token_ids,
+    with_own_ends,
+)
 from lightning_megatron.models.adapter_names import is_trained_with_lora
 from lightning_megatron.models.build import build_chunks, initialize_weights
 from lightning_megatron.models.checks import check_model, size_warning
@@ -206,7 +210,7 @@ class MegatronModule(pl.LightningModule):
         self._metrics: dict[tuple[str, int], dict[str, Metric]] = {}
         self._step_lr = 0.0
         self._model = model
-        fields = config_fields(self._labelled_model)
+        fields = with_own_ends(config_fields(self._labelled_model), model)
         self.hugging_face_config: dict[str, Any] | None = None
         """Fields of the model's ``config.json``, with which a checkpoint can be exported to a Hugging Face directory;
         None with a ``model_provider``, which may build any model."""

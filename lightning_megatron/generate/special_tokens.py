@@ -79,6 +79,23 @@ def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     )
 
 
+def with_own_ends(fields: dict[str, Any], model: HFConfigLike) -> dict[str, Any]:
+    """Fields of a config with the end-of-sequence tokens of the ``generation_config.json`` beside it, if there are any.
+
+    A checkpoint holds the config alone: without them, chats of some models would not end.
+
+    Raises:
+        ConfigError: If a ``generation_config.json`` is not a JSON object.
+    """
+    if not isinstance(model, (str, Path)):
+        return fields
+    file = Path(model) / GENERATION_CONFIG_FILE
+    ends = read_json(file).get("eos_token_id") if file.is_file() else None
+    if ends is None:
+        return fields
+    return {**fields, "eos_token_id": ends}
+
+
 def _warn_of_unused(fields: Mapping[str, Any]) -> None:
     unused = []
     for name, without_effect in _WITHOUT_EFFECT.items():

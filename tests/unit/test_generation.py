@@ -222,6 +222,19 @@ def test_a_generation_config_that_changes_greedy_tokens_is_announced(tmp_path: P
         special_token_ids(tmp_path)
 
 
+def test_checkpoints_have_the_ends_of_the_generation_config(tmp_path: Path) -> None:
+    """``generate`` from a checkpoint would go on where the run that wrote it ends."""
+    from lightning_megatron import MegatronModule
+
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    module = MegatronModule(model=str(tmp_path))
+    assert special_token_ids(module.hparams["model"]) == special_token_ids(tmp_path)
+    assert module.hugging_face_config is not None
+    assert module.hugging_face_config["eos_token_id"] == [1, 5]
+
+
 def test_stop_strings_need_a_tokenizer_that_can_encode_them(tmp_path: Path) -> None:
     # transformers up to 5.8 finds what a token stands for by "abcdef" before it.
     letters = {number: bytes([97 + number]) for number in range(6)}
