@@ -9,13 +9,17 @@ first update: then each weight is its rounded master, if it has been left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.engine import optimizer_state
 from lightning_megatron.errors import ConfigError
+
+_PIECE = 2**24
+"""Elements that are compared at once: the temporary tensors of an embedding would take gigabytes."""
 
 
 class WeightChanges:
@@ -57,11 +61,10 @@ class WeightChanges:
         for index, held in enumerate(self._held):
             if self._counts is not None and self._counts[index] == counts[index]:
                 continue
-            weights = held.parameter.detach().view(-1)[held.start : held.stop]
-            masters = held.tensors["param"]
-            present = masters.to(weights.device)
-            is_same = present.to(weights.dtype) == weights
-            masters.copy_(torch.where(is_same, present, weights.float()))
+            for weights, masters in _pieces(held):
+                present = masters.to(weights.device)
+                is_same = present.to(weights.dtype) == weights
+                masters.copy_(torch.where(is_same, present, weights.float()))
         self._counts = counts
 
     @property
@@ -81,13 +84,18 @@ class WeightChanges:
         for index, held in enumerate(self._held):
             if self._counts is None or self._counts[index] != counts[index]:
                 continue
-            weights = held.parameter.detach().view(-1)[held.start : held.stop]
-            masters = held.tensors["param"].to(weights.device)
-            if not torch.equal(masters.to(weights.dtype), weights):
-                raise ConfigError(
-                    "weights: expected changes in place, got one through parameter.data, which torch does not count, "
-                    "and the next update would undo it; write with torch.no_grad(): parameter.copy_(...), or clamp_"
-                )
+            for weights, masters in _pieces(held):
+                if not torch.equal(masters.to(weights.device, weights.dtype), weights):
+                    raise ConfigError(
+                        "weights: expected changes in place, got one through parameter.data, which torch does not "
+                        "count, and the next update would undo it; write with torch.no_grad(): parameter.copy_(...)"
+                    )
 
     def _current_counts(self) -> list[int]:
         return [held.parameter._version for held in self._held]
+
+
+def _pieces(held: optimizer_state.ParamState) -> Iterator[tuple[Tensor, Tensor]]:
+    """Consecutive elements of a parameter and of its master weight that this rank holds."""
+    weights = held.parameter.detach().view(-1)[held.start : held.stop]
+    return zip(weights.split(_PIECE), held.tensors["param"].split(_PIECE), strict=True)
