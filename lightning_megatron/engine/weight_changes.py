@@ -85,7 +85,7 @@ class WeightChanges:
             if self._counts is None or self._counts[index] != counts[index]:
                 continue
             for weights, masters in _pieces(held):
-                if not torch.equal(masters.to(weights.device, weights.dtype), weights):
+                if not _is_rounded(masters.to(weights.device), weights):
                     raise ConfigError(
                         "weights: expected changes in place, got one through parameter.data, which torch does not "
                         "count, and the next update would undo it; write with torch.no_grad(): parameter.copy_(...)"
@@ -93,6 +93,18 @@ class WeightChanges:
 
     def _current_counts(self) -> list[int]:
         return [held.parameter._version for held in self._held]
+
+
+def _is_rounded(masters: Tensor, weights: Tensor) -> bool:
+    """Whether weights are their masters but for a rounding, in whichever way a kernel rounds."""
+    info = torch.finfo(weights.dtype)
+    return torch.allclose(
+        weights.float(),
+        masters,
+        rtol=info.eps,
+        atol=info.eps * info.smallest_normal,
+        equal_nan=True,
+    )
 
 
 def _pieces(held: optimizer_state.ParamState) -> Iterator[tuple[Tensor, Tensor]]:

@@ -173,6 +173,7 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             {},
             [CP2, ONE, TP2_SP, PP2_VPP2, PP2_UNEVEN, PP4, DP3],
             id="tied",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             FP16,

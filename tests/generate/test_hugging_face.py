@@ -79,7 +79,7 @@ def calls_of(
     """Each model without end-of-sequence and, with ``ends``, with early ends of some rows and with beam search."""
     calls = []
     for name in names:
-        calls.append(make_call(name, max_new_tokens=12, **NO_END))
+        calls.append(make_call(name, max_new_tokens=12 if ends else 8, **NO_END))
         if ends:
             end_tokens = tuple(hf_output(calls[-1])[:2, 11].tolist())
             early: dict[str, Any] = {

@@ -18,7 +18,7 @@ from lightning_megatron.run.hangs import Beat, find_hang, find_straggler
 from lightning_megatron.run.heartbeat import Heartbeat
 from tests.checkpoint.runs import Run, callback, checkpoints_at, fit, rows_dataset
 from tests.launch.test_started_by import has_ended
-from tests.marks import on_gpus
+from tests.marks import exhaustive, on_gpus
 from tests.ranks import RankError, run_ranks
 from tests.recording import recorded_warnings
 
@@ -173,9 +173,15 @@ def _stop_before_the_first_sample(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "rank", "message"),
     [
-        (_loop_while_saving, 1, r"rank 1 is in Hooks\.on_save_checkpoint \(.* in _loop\)"),
+        exhaustive(
+            _loop_while_saving, 1, r"rank 1 is in Hooks\.on_save_checkpoint \(.* in _loop\)"
+        ),
         (_hang_in_a_worker, 0, r"is in a wait for the DataLoader's worker \d \(process \d+\)"),
-        (_stop_before_the_first_sample, 1, r"rank 1 gives no sign of life \(.*\), last (at|in) \S"),
+        exhaustive(
+            _stop_before_the_first_sample,
+            1,
+            r"rank 1 gives no sign of life \(.*\), last (at|in) \S",
+        ),
     ],
     ids=["loops while saving", "a worker hangs", "is stopped at once"],
 )

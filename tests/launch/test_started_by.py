@@ -297,6 +297,7 @@ exit $?
 """
 
 
+@pytest.mark.exhaustive
 def test_ranks_end_with_a_killed_torchrun_whose_children_they_are_or_not(tmp_path: Path) -> None:
     """Rank 0 is a child of torchrun's agent; between the agent and rank 1 there is a shell, which survives it."""
     (tmp_path / "trains_on.py").write_text(_TRAINS_ON)

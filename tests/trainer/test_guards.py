@@ -257,7 +257,7 @@ STATE = [
         exhaustive({"tp": 2}, "32-true"),
         ({"cp": 2}, "bf16-mixed"),
         exhaustive({"cp": 2, "distributed_optimizer": False}, "32-true"),
-        ({"distributed_optimizer": False}, "bf16-mixed"),
+        exhaustive({"distributed_optimizer": False}, "bf16-mixed"),
         exhaustive({}, "bf16-mixed"),
         exhaustive({"overlap_communication": True}, "bf16-mixed"),
         exhaustive({"tp": 2, "sequence_parallel": True}, "bf16-mixed"),

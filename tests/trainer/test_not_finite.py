@@ -178,7 +178,7 @@ def _all_kinds(case: Case, late: bool) -> tuple[Run, Run, list[tuple[Kind, Run, 
         (STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", False),
         exhaustive(UNSHARDED, None, "sgd", "cpu", False),
         exhaustive(STAGES_AND_REPLICAS, 0.5, "adamw", "cpu", True),
-        (UNSHARDED, 0.5, "sgd", "cpu", True),
+        exhaustive(UNSHARDED, 0.5, "sgd", "cpu", True),
         on_gpus(
             2,
             Layout(pp=2, num_microbatches=3),
