@@ -70,7 +70,7 @@ class MegatronPrecision(Precision):
         if scaler is not None and scaler.state_dict() not in (defaults, {}):
             raise ConfigError(
                 "MixedPrecision(scaler=...): expected none, since the engine scales losses itself; use "
-                "MegatronStrategy(optimizer_config_overrides={'initial_loss_scale': ...})"
+                "OptimizerOptions(initial_loss_scale=...)"
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 

@@ -193,7 +193,7 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
         ),
         ("sync_batchnorm=True: expected False", Run(trainer={"sync_batchnorm": True})),
         (
-            r"MixedPrecision\(scaler=...\): expected none.*initial_loss_scale",
+            r"MixedPrecision\(scaler=...\): expected none.*OptimizerOptions\(initial_loss_scale=",
             Run(trainer={"plugins": [MixedPrecision("16-mixed", "cpu", scaler=SCALER)]}),
         ),
         (
