@@ -58,12 +58,9 @@ def special_token_ids(model: HFConfigLike) -> SpecialTokens:
     Raises:
         ConfigError: If a ``generation_config.json`` is not a JSON object.
     """
-    file: Path | None = None
-    if isinstance(model, (str, Path)):
-        file = Path(model) / GENERATION_CONFIG_FILE
     start: int | None = None
-    if file is not None and file.is_file():
-        fields = read_json(file)
+    fields = _generation_config(model)
+    if fields is not None:
         _warn_of_unused(fields)
         # In Hugging Face's order of precedence (transformers 5.23, generation/utils.py, _prepare_special_tokens).
         start = fields.get("decoder_start_token_id")
@@ -87,13 +84,18 @@ def with_own_ends(fields: dict[str, Any], model: HFConfigLike) -> dict[str, Any]
     Raises:
         ConfigError: If a ``generation_config.json`` is not a JSON object.
     """
-    if not isinstance(model, (str, Path)):
-        return fields
-    file = Path(model) / GENERATION_CONFIG_FILE
-    ends = read_json(file).get("eos_token_id") if file.is_file() else None
+    ends = (_generation_config(model) or {}).get("eos_token_id")
     if ends is None:
         return fields
     return {**fields, "eos_token_id": ends}
+
+
+def _generation_config(model: HFConfigLike) -> dict[str, Any] | None:
+    """Fields of the ``generation_config.json`` of a model's directory; None without one."""
+    if not isinstance(model, (str, Path)):
+        return None
+    file = Path(model) / GENERATION_CONFIG_FILE
+    return read_json(file) if file.is_file() else None
 
 
 def _warn_of_unused(fields: Mapping[str, Any]) -> None:

@@ -32,8 +32,6 @@ _REAP_SECONDS = 3.0
 """Most seconds until a killed process, whose connections close at once, can be waited for."""
 _UNWIND_SECONDS = 10.0
 """Seconds in which local rank 0 may end by itself after another rank: it raises, and the user's handlers run."""
-
-
 _NO_FAILURE = (None, DONE, TERMINATED)
 """Exit codes of a rank that is running, done or preempted."""
 
@@ -64,7 +62,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, which runs the script once per rank; here the ranks know their launcher's process id.
 
     Lightning kills local rank 0 up to five seconds after another rank has failed, so chance decides whether rank 0 can
-    say why it ends, and the exit code is that of a kill. Here it has time to, and the exit code is always 1.
+    say why it ends, and the exit code may be that of a kill. Here it has time to, and the exit code is its own.
 
     Where torchrun or a scheduler has started the ranks already, it only calls the function.
     """

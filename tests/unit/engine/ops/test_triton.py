@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.marks import on_gpus
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 CHECKS = Path(__file__).parent / "triton_checks.py"
-
-
-ROOT = CHECKS.parents[4]
 KERNELS = ROOT / "lightning_megatron" / "engine" / "ops" / "triton"
 
 
