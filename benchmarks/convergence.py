@@ -56,10 +56,13 @@ WAYS = {
     "fp8, exact backward": Way("tensorwise", fast_backward=False),
     "adamw": Way(optimizer=_ADAMW),
     "adamw, 2 lr": Way(optimizer=_ADAMW, lr_mult=2.0),
+    "adamw, 1/2 lr": Way(optimizer=_ADAMW, lr_mult=0.5),
+    "adamw, 1/4 lr": Way(optimizer=_ADAMW, lr_mult=0.25),
     "adamw, seed 2": Way(optimizer=_ADAMW, seed=2),
     "muon": Way(optimizer=_MUON),
     "muon, 2 lr": Way(optimizer=_MUON, lr_mult=2.0),
     "muon, seed 2": Way(optimizer=_MUON, seed=2),
+    "muon, 2 lr, seed 2": Way(optimizer=_MUON, lr_mult=2.0, seed=2),
 }
 DEFAULT_WAYS = ("bf16", "bf16, seed 2", "fp8", "fp8, exact backward")
 """Those that run unless ``--way`` chooses others."""

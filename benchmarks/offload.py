@@ -91,7 +91,7 @@ def step(name: str, options: argparse.Namespace) -> SimpleNamespace:
         output = Path(folder, "out.jsonl")
         command = [sys.executable, "-m", "benchmarks.train_step", "--case", name]
         command += ["--num-microbatches", str(options.num_microbatches or case.num_microbatches)]
-        command += ["--warmup-steps", str(options.warmup_steps), "--steps", str(options.steps)]
+        command += ["--warmup-steps", "4", "--steps", "4"]
         command += ["--bare-steps", "0", "--no-host-waits", "--output", str(output)]
         if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"case {name} has failed")
@@ -109,8 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="llama-8b-8layers-offload")
     parser.add_argument("--num-microbatches", type=int, help="(default: the case's)")
     parser.add_argument("--without-plain", action="store_true", help="only the run with offloading")
-    parser.add_argument("--warmup-steps", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warm-up", type=float, default=0.5, help="seconds of copies")
     options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments))
     case = case_named(options.case)

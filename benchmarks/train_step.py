@@ -11,15 +11,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.cases import CASES, case_named, changed
 from benchmarks.measurement import is_first_rank, report, run_each
+
+if TYPE_CHECKING:
+    from benchmarks.recorder import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.list:
         for case in CASES:
             print(f"{case.name:20} {case}" + (f"; target {case.target}" if case.target else ""))
@@ -29,24 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.expandable_segments:
         # Torch reads it at its first allocation; launched ranks inherit it.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    _run(options)
+    # Imported late: --list must not import torch, and the allocator's settings must be in the environment first.
+    from benchmarks.recorder import Plan
+
+    try:
+        plan = Plan(
+            warmup_steps=options.warmup_steps,
+            steps=options.steps,
+            bare_steps=options.bare_steps,
+            count_host_waits=not options.no_host_waits,
+            profile=options.profile,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    _run(options, plan)
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
-    # Imported late: --list must not import torch, and the allocator's settings must be in the environment first.
-    from benchmarks.recorder import Plan
+def _run(options: argparse.Namespace, plan: Plan) -> None:
     from benchmarks.runs import run_megatron, run_peer
 
     case = case_named(options.case[options.only or 0])
     case = changed(case, options.layers, options.micro_batch_size, options.num_microbatches)
-    plan = Plan(
-        warmup_steps=options.warmup_steps,
-        steps=options.steps,
-        bare_steps=options.bare_steps,
-        count_host_waits=not options.no_host_waits,
-        profile=options.profile,
-    )
     if options.implementation == "megatron":
         record, profile = run_megatron(case, plan, options.indexed_workers)
     else:

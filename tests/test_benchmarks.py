@@ -5,11 +5,13 @@ import importlib
 import io
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from benchmarks import convergence, muon, picture
+from benchmarks import convergence, muon, picture, train_step
 from benchmarks.attention import KINDS, Kind
 from benchmarks.cases import case_named
 from benchmarks.measurement import read, tables
@@ -33,6 +35,32 @@ def _run_on_ranks(ranks: int, module: str, *arguments: str) -> str:
     assert first in (0, None)
     assert all(other == (first, "") for other in others)
     return printed
+
+
+def _documented_arguments() -> list[str]:
+    """Arguments of the training benchmark in the commands that the README shows."""
+    text = (picture.FOLDER / "README.md").read_text()
+    return re.findall(r"^python -m benchmarks (-[^#\n]*)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", _documented_arguments())
+def test_documented_numbers_of_steps_are_accepted(
+    arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+    monkeypatch.setattr(train_step, "_run", lambda options, plan: begun.append(plan))
+    monkeypatch.setattr(train_step, "run_each", lambda *_: begun.append("each case"))
+    assert train_step.main(shlex.split(arguments)) in (0, None)
+    assert len(begun) == ("--list" not in arguments)
+
+
+def test_refused_numbers_of_steps_are_a_mistake_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train_step.main(["--case", "smoke", "--warmup-steps", "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("warmup_steps=2 must be at least 4")
 
 
 def test_peer_picture_is_drawn_from_the_results_table(tmp_path: Path) -> None:
@@ -99,7 +127,7 @@ def test_muon_benchmark_measures_update_products_and_adamw() -> None:
 
 @pytest.mark.exhaustive
 def test_offload_benchmark_measures_the_bus_and_both_steps() -> None:
-    options = ("--case", "smoke-offload", "--warmup-steps", "4", "--steps", "4", "--warm-up", "0")
+    options = ("--case", "smoke-offload", "--warm-up", "0")
     printed = _run_on_ranks(1, "offload", *options)
     figures = {line.split()[0]: line.split() for line in printed.splitlines()}
     assert printed.count("GB/s") == 3
