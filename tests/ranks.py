@@ -65,17 +65,24 @@ PRELOADED = (
 """Modules that most rank functions need, and slow imports of these."""
 
 
+_NOT_PRELOADED = "flash_attn.cute"
+"""FlashAttention-4 initialises CUDA where it is imported, and Megatron-Core 0.19 imports it where it is installed."""
+
+
 def preload() -> None:
     """Import what most rank functions need, in a process that others are then forked from.
 
     A broken module is skipped here: the rank's own import shows the error.
     """
+    sys.modules[_NOT_PRELOADED] = None  # type: ignore[assignment]
     for name in PRELOADED:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(Exception):
         # Imports each family.
         importlib.import_module("lightning_megatron.convert.registry").known_families()
+    # Ranks may import it.
+    del sys.modules[_NOT_PRELOADED]
     # Otherwise garbage collection visits every imported object in each rank (0.3 s); saving a checkpoint collects.
     gc.freeze()
     # Forking is unsafe with other threads, which may hold locks, and with CUDA, which a forked rank could not use.
