@@ -58,7 +58,7 @@ from lightning_megatron.engine.lr_schedule import (
     MegatronLRScheduler,
     scheduler_settings,
 )
-from lightning_megatron.engine.optimizer_options import OptimizerOptions
+from lightning_megatron.engine.optimizer_options import OptimizerOptions, check_loss_scaling
 from lightning_megatron.engine.runtime import run_seed, unchanged_environment
 from lightning_megatron.engine.wrap import finish_parameter_gathers, unwrap
 from lightning_megatron.errors import (
@@ -329,6 +329,7 @@ class MegatronModule(pl.LightningModule):
         # The steps of epochs are known once there is data: configure_optimizers checks them.
         if self.trainer.state.fn not in (None, "fit"):
             return
+        check_loss_scaling(self.optimizer_options, strategy.settings)
         if self.optimizer_options.name == "muon":
             check_matrices(self.model_config)
         if strategy.offload_optimizer:

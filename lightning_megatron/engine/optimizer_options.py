@@ -68,6 +68,13 @@ _USED_BY: dict[str, tuple[OptimizerName, ...]] = {
 _MOMENTUM_OF_SGD = 0.9
 _MOST_ITERATIONS = 99
 """Of the orthogonalization, as in ``torch.optim.Muon``."""
+_OF_DYNAMIC_SCALE = (
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "loss_scale_hysteresis",
+)
+"""Options of a loss scale that follows overflows."""
 
 
 @checks_options
@@ -267,6 +274,30 @@ def group_overrides(
     return overrides
 
 
+def check_loss_scaling(options: OptimizerOptions, settings: EngineSettings) -> None:
+    """Check that a run has the dynamic loss scale of which options are set.
+
+    Raises:
+        ConfigError: If one is set, and the run has a constant loss scale, or none.
+    """
+    constant = settings.overrides.optimizer.get("loss_scale")
+    dtype = str(settings.params_dtype).removeprefix("torch.")
+    found = None
+    if settings.params_dtype is not torch.float16:
+        found = f"weights in {dtype}, whose losses are not scaled"
+    elif constant is not None:
+        found = f"the constant loss_scale={constant} of optimizer_config_overrides"
+    if found is None:
+        return
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.name in _OF_DYNAMIC_SCALE and value != each.default:
+            raise ConfigError(
+                f"{each.name}={value!r}: expected the dynamic loss scale of precision='16-mixed', got {found}; leave "
+                "it out"
+            )
+
+
 def group_name(lr_mult: float, wd_mult: float) -> str:
     """Name of a parameter group, which Lightning's LearningRateMonitor logs as e.g. ``lr/weight_decay``."""
     if wd_mult == 0.0:
@@ -285,7 +316,12 @@ def engine_config(
     lr: float,
     settings: EngineSettings,
 ) -> Any:
-    """Megatron's config of the optimizer."""
+    """Megatron's config of the optimizer.
+
+    Raises:
+        ConfigError: If options are of another precision than the run's, or Megatron refuses an override.
+    """
+    check_loss_scaling(options, settings)
     chosen = {
         "optimizer": "sgd" if options.name == "sgd" else "adam",
         "decoupled_weight_decay": options.name in ("adamw", "muon"),

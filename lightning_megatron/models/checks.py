@@ -135,6 +135,13 @@ def _check_overrides_act(settings: EngineSettings, overrides: Mapping[str, Any])
                 f"ddp_config_overrides: {name}=True: expected distributed_optimizer=True, whose messages it changes, "
                 "got False; leave it out"
             )
+    scale = settings.overrides.optimizer.get("loss_scale")
+    is_scaled = settings.distributed_optimizer or settings.params_dtype is not torch.float32
+    if scale is not None and not is_scaled:
+        raise ConfigError(
+            f"optimizer_config_overrides: loss_scale={scale}: expected precision='16-mixed', whose losses it scales, "
+            "got 32-true; leave it out"
+        )
 
 
 def _check_recompute_modules(model: ModelConfig, modules: Collection[str]) -> None:

@@ -1,6 +1,8 @@
 """Incompatible settings, models and callbacks are refused in one line before anything is built."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_megatron import MegatronModule, SpikeGuard
+from lightning_megatron import MegatronModule, OptimizerOptions, SpikeGuard
 from lightning_megatron.run.check import check_loaders
 from tests.checkpoint.runs import (
     EXPERT_BIAS,
@@ -42,10 +44,31 @@ FALCON = SELECTIVE.but(
 )
 BF16 = {"precision": "bf16-mixed"}
 SCALER = torch.amp.GradScaler("cpu", init_scale=4.0)
+FP16 = {"precision": "16-mixed"}
+SCALING = {
+    each.name: (each.default / 2 if each.name == "initial_loss_scale" else each.default * 2)
+    for each in fields(OptimizerOptions)
+    if "loss_scale" in each.name
+}
+"""Options of the dynamic loss scale, and values that are not their defaults."""
 
 
 def _override(run: Run, config: str = "transformer", **fields: Any) -> Run:
     return run.but(strategy={f"{config}_config_overrides": fields})
+
+
+def _without_dynamic_scale() -> Iterator[tuple[str, Run]]:
+    """A run for each option of the loss scale that has none, or a constant one."""
+    constant = _override(Run(trainer=FP16), "optimizer", loss_scale=64.0)
+    of_32_bits = r": expected the dynamic loss scale of .*, got weights in float32"
+    for name, value in SCALING.items():
+        yield name + f"={value}{of_32_bits}", Run(optimizer={name: value})
+        yield name + ".* the constant loss_scale=64.0", constant.but(optimizer={name: value})
+    in_bf16 = Run(optimizer={"initial_loss_scale": 1.0}, trainer=BF16)
+    yield "initial_loss_scale=1.0: .* got weights in bfloat16", in_bf16
+    unscaled = _override(Run(), "optimizer", loss_scale=64.0)
+    not_sharded = unscaled.but(strategy={"distributed_optimizer": False})
+    yield "loss_scale=64.0: expected precision='16-mixed'", not_sharded
 
 
 def _single_pass(dp: int) -> Any:
@@ -60,6 +83,7 @@ def _uneven(dp: int) -> Any:
 
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
+        *_without_dynamic_scale(),
         (
             r"the weights of this model \(768,.* parameters\) take .* GiB on 1 rank of",
             Run(model={"n_embd": 4 * 10**6}),
