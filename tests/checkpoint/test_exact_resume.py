@@ -53,18 +53,14 @@ EP2 = Run(
     ("run", "keeps"),
     [
         pytest.param(TP2_SGD, {}, id="tp2 sp, sgd"),
-        pytest.param(TP2_MUON, {}, id="tp2, muon"),
+        exhaustive(TP2_MUON, {}, id="tp2, muon"),
         pytest.param(
             Run(strategy={"pp": 2, "vpp": 2}),
             {},
             id="pp2 vpp2",
         ),
         pytest.param(VALIDATED, BY_VALIDATION, id="dp2, validated"),
-        pytest.param(
-            Run(strategy={"cp": 2}),
-            {},
-            id="cp2",
-        ),
+        exhaustive(Run(strategy={"cp": 2}), {}, id="cp2"),
         pytest.param(EP2, {}, id="ep2, bias"),
     ],
 )

@@ -138,6 +138,7 @@ PP2_EP2: Layout = (4, {"pp": 2, "ep": 2})
             {**EXPERTS, "optimizer": {"name": "muon"}},
             [TP2_EP2, DP3, PP2_EP2, _unsharded(EP2)],
             id="muon",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             GPT_OSS,

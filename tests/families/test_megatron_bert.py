@@ -138,7 +138,15 @@ SPLIT_ROWS = [
 ]
 
 
-_EXHAUSTIVE = {f"pretraining-{INTERLEAVED}", "given positions", "values", "several labels"}
+_EXHAUSTIVE = {
+    f"pretraining-{INTERLEAVED}",
+    f"pretraining-{RECOMPUTED}",
+    "given positions",
+    "values",
+    "classes",
+    "several labels",
+    "classes of tokens",
+}
 FULL_ROWS = [
     exhaustive(name, layout) if name in _EXHAUSTIVE else (name, layout)
     for name, (_, layout, _) in CASES.items()

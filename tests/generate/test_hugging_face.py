@@ -42,11 +42,33 @@ LAYOUTS = (
 )
 FEW = ("gpt2", "llama_dynamic", "mistral", "bloom")
 """One model for each kind of positional encoding."""
+KINDS = (
+    *FEW,
+    "gpt_bigcode",
+    "falcon_40b",
+    "falcon_alibi",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "opt",
+    "glm4",
+    "ministral3",
+    "qwen3_5_text",
+    "qwen3_next",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "latent_dense",
+    "nemotron",
+    "apertus",
+)
+"""One model for each kind of layer that a cache or a position passes through."""
 EVERY = tuple(MODELS)
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
     # How sequences end does not depend on the family, so a few models suffice.
-    (LAYOUTS[0], EVERY, False),
+    (LAYOUTS[0], KINDS, False),
     (LAYOUTS[0], FEW, True),
     (INTERLEAVED, FEW, True),
     (Layout(dp=3), FEW, True),
@@ -55,6 +77,7 @@ CASES: tuple[tuple[Layout, tuple[str, ...], bool], ...] = (
 )
 """Layout, models, and whether to also test early ends and beams."""
 RARER_CASES = (
+    (LAYOUTS[0], EVERY, False),
     *((layout, EVERY, True) for layout in LAYOUTS),
     (Layout(cp=2, tp=2), FEW, True),
     (
