@@ -46,9 +46,10 @@ BF16 = {"precision": "bf16-mixed"}
 SCALER = torch.amp.GradScaler("cpu", init_scale=4.0)
 FP16 = {"precision": "16-mixed"}
 SCALING = {
-    each.name: (each.default / 2 if each.name == "initial_loss_scale" else each.default * 2)
-    for each in fields(OptimizerOptions)
-    if "loss_scale" in each.name
+    "initial_loss_scale": 4.0,
+    "min_loss_scale": 2.0,
+    "loss_scale_window": 10,
+    "loss_scale_hysteresis": 1,
 }
 """Options of the dynamic loss scale, and values that are not their defaults."""
 
@@ -248,6 +249,11 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
 
 def _refusals(runs: tuple[Run, ...]) -> list[str]:
     return [refusal(fit, run) for run in runs]
+
+
+def test_every_option_of_the_loss_scale_is_tried() -> None:
+    names = {each.name for each in fields(OptimizerOptions)}
+    assert {name for name in names if "loss_scale" in name} == SCALING.keys()
 
 
 @pytest.mark.parametrize("ranks", REFUSED)
