@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.steps.base import Batch
+from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.steps.base import Batch, packed_segments
 
 NO_TARGET = -1
 """Token that fills up the targets of a row."""
@@ -66,8 +67,10 @@ class ModelInputs:
         return token_mask(self.tokens, self.mask)
 
 
-def inputs_for_logits(inputs: Batch) -> ModelInputs:
+def inputs_for_logits(inputs: Batch, model: ModelConfig) -> ModelInputs:
     """Model inputs of complete rows, for logits without KV caches."""
+    if model.architecture == "gpt":
+        inputs = packed_segments(inputs, model)
     tokens = inputs["input_ids"]
     mask = inputs.get("attention_mask")
     if "decoder_input_ids" in inputs:

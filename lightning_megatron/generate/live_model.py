@@ -191,7 +191,7 @@ class LiveModel:
             )
             if shape[0] > 0:
                 moved = {name: tensor.long().to(self.device) for name, tensor in local.items()}
-                stages = Stages(models, topology, inputs_for_logits(moved))
+                stages = Stages(models, topology, inputs_for_logits(moved, self.config))
                 computed = stages.prefill(every_position=True)
                 if computed is not None:
                     # Without vocabulary padding.

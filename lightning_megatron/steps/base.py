@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -46,6 +47,22 @@ def target_weights(mask: Tensor, batch: Batch) -> Tensor:
     if "loss_mask" in batch and mask.dim() > 1:
         mask = mask * batch["loss_mask"].float()
     return mask
+
+
+def packed_segments(inputs: Batch, model: ModelConfig) -> Batch:
+    """Inputs of a GPT, with the segments that ``position_ids`` begin if there is no ``attention_mask``.
+
+    A position that does not follow the one before it begins a text of its own, as in transformers, whose
+    ``DataCollatorWithFlattening`` gives no mask. A mask, also of ones, says otherwise. OPT is the exception there, too.
+
+    Args:
+        inputs: ``position_ids`` and ``attention_mask``, [b, s] each, if given.
+        model: The model that reads them.
+    """
+    if "position_ids" not in inputs or "attention_mask" in inputs or model.position_offset:
+        return inputs
+    begins = F.pad(inputs["position_ids"].diff(dim=-1) != 1, (1, 0))
+    return {**inputs, "attention_mask": 1 + begins.cumsum(-1)}
 
 
 class TrainStep(ABC):

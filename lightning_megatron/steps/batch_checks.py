@@ -255,6 +255,21 @@ def check_token_inputs(
             _check_segments_are_runs(mask, model)
 
 
+def drop_without_effect(batch: Batch) -> None:
+    """Remove positions 0, 1, 2, ... and a mask of ones from a GPT's batch: attention without a mask is faster.
+
+    The mask stays beside other positions, as it says that they begin no segments.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool((mask == 1).all()):
+        return
+    positions = batch.get("position_ids")
+    if positions is not None and bool((positions == torch.arange(positions.shape[1])).all()):
+        del batch["position_ids"]
+    if mask is not None and "position_ids" not in batch:
+        del batch["attention_mask"]
+
+
 def _check_segments_are_runs(mask: Tensor, model: ModelConfig) -> None:
     """Check that no segment of a row goes on after another one, as a state cannot go back to it.
 

@@ -24,8 +24,8 @@ class ClassificationTrainStep(MaskedLossStep):
     """Loss of a GPT's labels, averaged over the targets of the global batch; ``train_step="gpt"`` for these tasks.
 
     Batches have Hugging Face's keys: ``input_ids`` [b, s], ``labels`` and, optionally, ``attention_mask`` (1 for tokens
-    and 0 for padding, on either side; or numbers of segments that do not attend to each other), ``position_ids``, and
-    ``sample_mask`` [b], weights of the rows.
+    and 0 for padding, on either side; or numbers of segments that do not attend to each other), ``position_ids`` (as
+    for ``GPTTrainStep``), and ``sample_mask`` [b], weights of the rows.
 
     ==========================  =======================================================================================
     ``sequence_classification``  ``labels``: float [b] or [b, n] regression, int [b] single-label, float [b, n]
@@ -60,7 +60,7 @@ class ClassificationTrainStep(MaskedLossStep):
 
     @override
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes, values out of range and rows without tokens; drop a mask of ones.
+        """Refuse unknown keys, wrong shapes, values out of range and rows without tokens; drop inputs without effect.
 
         Batches of a subclass with its own ``prepare_batch`` are not checked, as their keys may differ.
 
@@ -74,13 +74,10 @@ class ClassificationTrainStep(MaskedLossStep):
         rows, length = batch["input_ids"].shape
         batch_checks.check_token_inputs(batch, rows, length, self.model)
         self._labels.check(batch["labels"], rows, length)
-        if "attention_mask" not in batch:
-            return
-        mask = batch["attention_mask"]
-        if not self._labels.per_token:
+        if "attention_mask" in batch and not self._labels.per_token:
+            mask = batch["attention_mask"]
             batch_checks.check_rows_have_tokens("attention_mask", mask, batch.get("sample_mask"))
-        if bool((mask == 1).all()):
-            del batch["attention_mask"]
+        batch_checks.drop_without_effect(batch)
 
     def _check_keys(self, batch: Batch) -> None:
         required = {"input_ids": "", "labels": ""}
@@ -98,10 +95,9 @@ class ClassificationTrainStep(MaskedLossStep):
             DataError: If a key is unknown or missing.
         """
         self._check_keys(batch)
+        inputs = {name: batch[name].long() for name in _INPUTS if name in batch}
         prepared = {"tokens": batch["input_ids"].long()}
-        for name in _INPUTS:
-            if name in batch:
-                prepared[name] = batch[name].long()
+        prepared.update(base.packed_segments(inputs, self.model))
         targets, counted = self._labels.targets(batch["labels"])
         prepared["targets"] = targets
         prepared["loss_mask"] = base.target_weights(counted, batch)

@@ -39,7 +39,8 @@ class GPTTrainStep(MaskedLossStep):
 
     * Hugging Face's: ``input_ids`` and, optionally, ``labels`` (not shifted, -100 ignored; by default all tokens that
       are not padding by ``attention_mask``), ``attention_mask`` (1 for tokens and 0 for padding; or numbers of segments
-      that do not attend to each other), ``position_ids``.
+      that do not attend to each other), ``position_ids`` (without a mask, each text of a packed row begins where they
+      do not count on, as in transformers; a mask of ones says that it does not).
     * Megatron's: ``text`` [b, s + 1], whose first s tokens predict the last s; negative values are padding.
 
     Either may have ``loss_mask`` [b, s], weights of the losses by the position that predicts; and ``sample_mask`` [b],
@@ -110,7 +111,7 @@ class GPTTrainStep(MaskedLossStep):
             )
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse unknown keys, wrong shapes and values out of range; drop an attention mask of ones.
+        """Refuse unknown keys, wrong shapes and values out of range; drop inputs without effect.
 
         Attention without a mask is faster, and the check is cheap on the host. Batches of a subclass with its own
         ``prepare_batch`` are not checked, as their keys may differ.
@@ -148,8 +149,7 @@ class GPTTrainStep(MaskedLossStep):
                 "vocab_size",
                 (base.IGNORE_INDEX,),
             )
-        if "attention_mask" in batch and bool((batch["attention_mask"] == 1).all()):
-            del batch["attention_mask"]
+        batch_checks.drop_without_effect(batch)
 
     def _check_keys(self, batch: Batch) -> None:
         required = {} if "text" in batch else {"input_ids": " (or 'text')"}
@@ -175,6 +175,7 @@ class GPTTrainStep(MaskedLossStep):
         for name in ("attention_mask", "position_ids"):
             if name in batch:
                 inputs[name] = batch[name].long()
+        inputs = base.packed_segments(inputs, self.model)
         tokens, targets = _tokens_and_targets(batch, inputs.get("attention_mask"))
         # All negative labels are ignored, as labels may not have been checked.
         loss_mask = base.target_weights(targets >= 0, batch)

@@ -92,6 +92,17 @@ def _instructions() -> tuple[Rows, Texts, dict[str, Any]]:
     return [{name: tensor[row] for name, tensor in packed.items()} for row in range(4)], texts, {}  # type: ignore[return-value]
 
 
+def _flattened() -> tuple[Rows, Texts, dict[str, Any]]:
+    """Packed rows as ``DataCollatorWithFlattening`` makes them: positions alone tell where a text begins."""
+    rows, texts, options = _instructions()
+    for row in rows:
+        del row["attention_mask"]
+    return rows, texts, options
+
+
+_ROWS = {"documents": _documents, "instructions": _instructions, "flattened": _flattened}
+
+
 def _train_packed(
     case: Case,
     rows: Rows,
@@ -128,11 +139,12 @@ def _train_one_text_at_a_time(
         exhaustive("documents", "gpt2", CP2),
         ("documents", "llama", Layout(cp=4)),
         ("instructions", "llama", FOUR_RANKS),
+        ("flattened", "gpt2", Layout()),
     ],
     ids=str,
 )
 def test_packed_rows_equal_separate_texts(kind: str, model: str, layout: Layout) -> None:
-    rows, texts, options = {"documents": _documents, "instructions": _instructions}[kind]()
+    rows, texts, options = _ROWS[kind]()
     case = Case(model=model, layout=layout, steps=1)
     ours = run_ranks(_train_packed, layout.world_size, case, rows, options)[0]
     ((loss, gradients),) = run_ranks(

@@ -10,7 +10,9 @@ from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.generate.layout import inputs_for_logits
 from lightning_megatron.steps.base import Batch
+from lightning_megatron.steps.classification import ClassificationTrainStep
 from lightning_megatron.steps.gpt import GPTTrainStep
 from tests.unit.models.test_t5_layout import MODEL as TINY
 
@@ -194,3 +196,59 @@ def test_invalid_batch_is_refused(case: str) -> None:
     batch, message = REFUSED[case]
     with pytest.raises(DataError, match=message):
         _step().check_batch(dict(batch))
+
+
+def _flattened() -> dict[str, Tensor]:
+    """A row of three texts, as transformers packs them."""
+    from transformers import DataCollatorWithFlattening
+
+    texts = ([5, 6, 7], [8], [9, 4])
+    collate = DataCollatorWithFlattening(return_tensors="pt")
+    return dict(collate([{"input_ids": text} for text in texts]))
+
+
+def _of_training(batch: Batch, model: Any) -> Batch:
+    step = GPTTrainStep()
+    step.bind(model)
+    step.check_batch(batch)
+    return step.prepare_batch(batch)
+
+
+def _of_labels(batch: Batch, model: Any) -> Batch:
+    step = ClassificationTrainStep()
+    step.bind(replace(model, task="token_classification", num_labels=VOCAB))
+    step.check_batch(batch)
+    return step.prepare_batch(batch)
+
+
+def _of_logits(batch: Batch, model: Any) -> Batch:
+    del batch["labels"]
+    inputs = inputs_for_logits(batch, model)
+    assert inputs.positions is not None
+    prepared = {"position_ids": inputs.positions}
+    if inputs.mask is not None:
+        prepared["attention_mask"] = inputs.mask
+    return prepared
+
+
+@pytest.mark.parametrize("read", [_of_training, _of_labels, _of_logits])
+def test_positions_that_restart_separate_texts_unless_a_mask_says_otherwise(read: Any) -> None:
+    prepared = read(_flattened(), MODEL)
+    assert prepared["attention_mask"].tolist() == [[1, 1, 1, 2, 3, 3]]
+    assert prepared["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    ones = torch.ones(1, 6, dtype=torch.int64)
+    one_text = read({**_flattened(), "attention_mask": ones}, MODEL)
+    assert one_text["attention_mask"].tolist() == ones.tolist()
+    # transformers' OPT does not look for texts.
+    assert "attention_mask" not in read(_flattened(), replace(MODEL, position_offset=2))
+
+
+def test_positions_and_masks_without_effect_are_dropped() -> None:
+    batch = {"input_ids": torch.arange(6)[None], "position_ids": torch.arange(6)[None]}
+    ones = torch.ones(1, 6, dtype=torch.int64)
+    for mask in ({}, {"attention_mask": ones}):
+        prepared = _of_training({**batch, **mask}, MODEL)
+        assert not prepared.keys() & {"attention_mask", "position_ids"}
+    # With padding OPT's own positions would be others.
+    padded = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    assert "position_ids" in _of_training({**batch, "attention_mask": padded}, MODEL)
