@@ -107,12 +107,15 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
-def number_tokenizer(count: int) -> Any:
-    """Tokenizer of the words ``0`` to ``count - 1``, each one token of that id, and an end-of-sequence token."""
+def number_tokenizer(count: int, first: int = 0) -> Any:
+    """Tokenizer of the words ``0`` to ``count - 1``, each one token of that id, and an end-of-sequence token.
+
+    ``first`` is the word of id 0; the words before it have the last ids.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {str(number): number for number in range(count)}
+    vocabulary = {str((first + number) % count): number for number in range(count)}
     vocabulary[END] = count
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

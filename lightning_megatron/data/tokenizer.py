@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -159,6 +160,42 @@ def batch_encoder(tokenizer: Any) -> Callable[[list[str]], list[list[int]]]:
             ) from error
 
     return encode
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of what a tokenizer makes of texts: vocabulary, end of sequence, merges or scores, and tokens of some texts.
+
+    Not of its files: other versions of the libraries write the same tokenizer in another way.
+    """
+    entries = sorted(tokenizer.get_vocab().items())
+    pieces = [piece for piece, _ in entries]
+    facts = (entries, tokenizer.eos_token_id, _merges_or_scores(tokenizer))
+    digest = hashlib.sha256(repr(facts).encode("utf-8", "replace"))
+    encode = batch_encoder(tokenizer)
+    # The rules before and after the vocabulary: normalizers, white space, bytes.
+    for text in (_PROBE, *pieces[:: len(pieces) // _MAX_PIECES + 1]):
+        tokens: list[list[int]] | None = None
+        with contextlib.suppress(DataError):  # a vocabulary need not have these words
+            tokens = encode([text])
+        digest.update(repr(tokens).encode())
+    return digest.hexdigest()[:16]
+
+
+_MAX_PIECES = 1000
+"""How many entries of a vocabulary are encoded as texts."""
+
+
+def _merges_or_scores(tokenizer: Any) -> list[Any]:
+    """Merges of BPE, in order, or entries of Unigram with their scores; empty for others and without a Rust backend."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    model = json.loads(backend.to_str())["model"]
+    if isinstance(model.get("vocab"), list):
+        return list(model["vocab"])
+    # Older versions write a merge as one text.
+    merges = model.get("merges") or []
+    return [each if isinstance(each, str) else " ".join(each) for each in merges]
 
 
 def first_line(error: BaseException) -> str:

@@ -23,7 +23,11 @@ from lightning_megatron.data.text_stream import (
     distribute,
     saved_readers,
 )
-from lightning_megatron.data.tokenizer import check_vocabulary, load_tokenizer
+from lightning_megatron.data.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.datamodules.sources import check_gpt
 from lightning_megatron.engine.collectives import raise_on_all_ranks
@@ -32,6 +36,7 @@ from lightning_megatron.foreign_names import checks_options
 
 DataPath: TypeAlias = str | list[str | float]
 """A path; a list of paths, read as one corpus; or weights and paths in turn."""
+_NEW_RUN = "MegatronStrategy(load_weights_only=True)"
 
 
 @checks_options
@@ -189,7 +194,8 @@ class StreamingTextDataModule(MegatronDataModule):
         loader = self._stream_loader
         if loader is None:
             return {}
-        return {"train": loader.position(), "train_order": self._order()}
+        order, tokenizer = self._facts()
+        return {"train": loader.position(), "train_order": order, "tokenizer": tokenizer}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,9 +208,20 @@ class StreamingTextDataModule(MegatronDataModule):
             self._go_on(self._stream_loader, state_dict)
 
     def _go_on(self, loader: StreamLoader, restored: dict[str, Any]) -> None:
-        """Continue from a position of any number of replicas. Collective over the world."""
+        """Continue from a position of any number of replicas. Collective over the world.
+
+        Raises:
+            ConfigError: If the position is of other sources, or of another tokenizer, or has too few readers.
+        """
         strategy = self._strategy()
         position = restored["train"]
+        order, tokenizer = self._facts()
+        # A state of an older version does not tell its tokenizer.
+        if restored.get("tokenizer", tokenizer) != tokenizer:
+            raise ConfigError(
+                f"tokenizer={self.tokenizer}: expected the tokenizer of the checkpoint, got one that makes other tokens"
+                f" of texts; give the same, or begin a new run with its weights: {_NEW_RUN}"
+            )
         with raise_on_all_ranks():
             if strategy.is_data_source and position["replicas"] is not None:
                 options = self._options("train")
@@ -213,24 +230,25 @@ class StreamingTextDataModule(MegatronDataModule):
                 if num_sources != len(options.corpora):
                     raise ConfigError(
                         f"data_path: expected the {num_sources} weighted sources of the checkpoint, got "
-                        f"{len(options.corpora)}; give the same, or begin a new run with its weights: "
-                        "MegatronStrategy(load_weights_only=True)"
+                        f"{len(options.corpora)}; give the same, or begin a new run with its weights: {_NEW_RUN}"
                     )
                 distribute(options, readers, strategy.data_parallel_size)
         loader.seek(position)
-        if restored["train_order"] != self._order():
+        if restored["train_order"] != order:
             rank_zero_warn(
                 f"The run goes on at step {loader.steps} of other texts than the checkpoint's: files, seed,"
                 " seq_length, shuffle_buffer or tokenizer differ, and texts may repeat"
             )
 
-    def _order(self) -> str:
-        """Fingerprint of the order of the texts. Collective over the world."""
+    def _facts(self) -> tuple[str, str]:
+        """Fingerprints of the order of the texts and of the tokenizer. Collective over the world."""
         strategy = self._strategy()
         # Other ranks need not find the files.
-        own = self._fingerprint if strategy.global_rank == 0 else None
-        order: str = strategy.broadcast(own)
-        return order
+        own: tuple[str, str] | None = None
+        if strategy.global_rank == 0:
+            own = (self._fingerprint, self._tokenizer_fingerprint)
+        facts: tuple[str, str] = strategy.broadcast(own)
+        return facts
 
     def _corpora(self, name: SplitName) -> tuple[list[Corpus], list[float]]:
         """Sources of a split, and their shares of the rows."""
@@ -248,6 +266,10 @@ class StreamingTextDataModule(MegatronDataModule):
     @cached_property
     def _loaded_tokenizer(self) -> Any:
         return load_tokenizer(self.tokenizer)
+
+    @cached_property
+    def _tokenizer_fingerprint(self) -> str:
+        return tokenizer_fingerprint(self._loaded_tokenizer)
 
     def _document_tokenizer(self) -> DocumentTokenizer:
         return DocumentTokenizer(self._loaded_tokenizer, self.json_key, self.append_eod)

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -226,6 +227,47 @@ def test_hugging_face_stream_resumes_exactly(run: Run, tmp_path: Path) -> None:
 
 def _refused(run: Run, changes: dict[str, Any]) -> str:
     return refusal(fit, run.but(**changes))
+
+
+def _steps_of_older_version(run: Run, save_at: int, path: Path) -> Steps:
+    """Steps of a run whose checkpoint does not tell the tokenizer."""
+    from lightning_megatron import StreamingTextDataModule
+
+    state_dict = StreamingTextDataModule.state_dict
+
+    def old_state(data: StreamingTextDataModule) -> dict[str, Any]:
+        state = state_dict(data)
+        state.pop("tokenizer", None)
+        return state
+
+    with mock.patch.object(StreamingTextDataModule, "state_dict", old_state):
+        return _steps(run, save_at, path)
+
+
+def _steps_and_warnings(run: Run) -> tuple[Steps, list[Any]]:
+    with recorded_warnings("of other texts") as messages:
+        return _steps(run), messages
+
+
+def test_resume_with_another_tokenizer_of_the_same_size_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    number_tokenizer(NUM_TEXTS, first=1).save_pretrained(tmp_path / "tok")
+    run = run.but(trainer={"max_steps": 2})
+    expected = run_ranks(_steps, 2, run)
+    run_ranks(_steps, 2, run, 1, path)
+    run_ranks(_steps_of_older_version, 2, run, 1, tmp_path / "old.ckpt")
+    end = run.but(ckpt_path=str(path))
+    other = {"indexed": {"tokenizer": str(tmp_path / "tok")}}
+    for message in run_ranks(_refused, 2, end, other):
+        assert "tok: expected the tokenizer of the checkpoint, got one that makes other" in message
+    old = end.but(ckpt_path=str(tmp_path / "old.ckpt"))
+    for steps, (rest, messages) in zip(
+        expected, run_ranks(_steps_and_warnings, 2, old), strict=True
+    ):
+        assert rest == steps[1:]
+        assert messages == []
 
 
 def test_mistakes_are_refused_before_training(run: Run, tmp_path: Path) -> None:

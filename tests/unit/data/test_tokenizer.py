@@ -1,13 +1,14 @@
 """Tokenizers: lossless training, special tokens, word starts; broken directories are refused."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from lightning_megatron.data.tokenizer_facts import TokenizerFacts
 from lightning_megatron.data.tokenizer_training import (
     END_OF_TEXT,
@@ -51,6 +52,41 @@ def test_round_trip_is_lossless_and_special_tokens_come_first(tmp_path: Path, ki
         assert facts.require(("pad", "cls", "sep", "mask"), "BERT") == (0, 1, 2, 3)
     else:
         assert (*facts.require(("pad", "eos"), "T5"), *facts.sentinels) == tuple(range(102))
+
+
+def _bpe(folder: Path, change: str) -> Any:
+    """A byte-level BPE tokenizer of ``TEXT`` as loaded from its files, with one change; "" for none."""
+    from tokenizers import normalizers
+
+    _train(folder)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    backend = tokenizer.backend_tokenizer
+    if change == "merges":
+        file = folder / "tokenizer" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        content["model"]["merges"].reverse()
+        file.write_text(json.dumps(content))
+        tokenizer = load_tokenizer(folder / "tokenizer")
+    elif change == "normalizer":
+        backend.normalizer = normalizers.Lowercase()
+    elif change == "eos":
+        tokenizer.eos_token = "a"
+    elif change == "words":
+        tokenizer.add_tokens(["the cat"])
+    elif change == "truncation":
+        backend.enable_truncation(2)
+    return tokenizer
+
+
+def test_fingerprint_is_that_of_what_a_tokenizer_makes_of_texts(tmp_path: Path) -> None:
+    fingerprints = {}
+    for change in ("", "again", "merges", "normalizer", "eos", "words", "truncation"):
+        folder = tmp_path / f"changed_{change}"
+        folder.mkdir()
+        fingerprints[change] = tokenizer_fingerprint(_bpe(folder, change))
+    # A corpus is never truncated.
+    assert fingerprints["again"] == fingerprints.pop("truncation") == fingerprints.pop("")
+    assert len(set(fingerprints.values())) == len(fingerprints)
 
 
 def test_invalid_lines_can_be_skipped_and_output_is_not_overwritten(tmp_path: Path) -> None:
