@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_megatron.data.loader import TrainLoader
 from lightning_megatron.data.stream_loader import StreamLoader
@@ -129,13 +129,20 @@ class ResumableLoader:
             self._epoch = self._epoch + 1
             self._num_yielded = 0
         self._is_resuming = False
-        if isinstance(sampler := sampler_of(self.loader), DistributedSampler):
-            sampler.set_epoch(self._epoch)
+        self._set_epoch()
         self.before_batch()
         for batch in self._remaining() if self._num_yielded else self._full_epoch():
             self._num_yielded += 1
             yield batch
             self.before_batch()
+
+    def _set_epoch(self) -> None:
+        """As Lightning, which sees no sampler of this loader: any sampler may have a ``set_epoch``."""
+        samplers = [self.loader.sampler, sampler_of(self.loader)]
+        for sampler in {id(each): each for each in samplers}.values():
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._epoch)
 
     def _full_epoch(self) -> DataLoader[Any]:
         self._random_state = torch.get_rng_state()

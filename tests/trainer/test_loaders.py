@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from tests.checkpoint.runs import callback
 from tests.models import VOCAB_SIZE
@@ -104,6 +105,51 @@ def test_custom_distributed_sampler_is_kept() -> None:
     even = (0, [list(range(0, 24, 2))] * 2)
     odd = (1, [list(range(1, 24, 2))] * 2)
     assert run_ranks(_rows_seen, 4, TP2_DP2, True) == [even, even, odd, odd]
+
+
+class _Rotated(Sampler[int]):
+    """All rows, from the one of the epoch's number on."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(NUMBERED)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(self.epoch, len(self)), *range(self.epoch)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def _first_rows(folder: Path) -> list[list[int]]:
+    """First row of each epoch: of a run, and of one that resumes it after its second epoch."""
+    case = Case()
+    runs = []
+    for epochs, ckpt_path in ((2, None), (4, folder / "run.ckpt")):
+        rows: list[int] = []
+
+        def see(trainer: Any, module: Any, batch: Any, batch_idx: int, rows: Any = rows) -> None:
+            if batch_idx == 0:
+                rows.append(int(batch["input_ids"][0, 0]))
+
+        trainer = trainer_of(
+            case,
+            max_steps=-1,
+            max_epochs=epochs,
+            use_distributed_sampler=False,
+            callbacks=[callback(on_train_batch_start=see)],
+        )
+        loader = DataLoader(NUMBERED, batch_size=12, sampler=_Rotated())
+        trainer.fit(module_of(case), loader, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(folder / "run.ckpt")
+        runs.append(rows)
+    return runs
+
+
+def test_samplers_of_other_classes_are_told_the_epoch(tmp_path: Path) -> None:
+    assert run_ranks(_first_rows, 1, tmp_path) == [[[0, 1], [2, 3]]]
 
 
 # ---- training equals one process on every layout --------------------------------------------------------------------
