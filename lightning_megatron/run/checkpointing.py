@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -219,9 +219,12 @@ class Checkpointing:
         start = time.monotonic()
         self._reraise_unless_all_ranks_failed(filepath)
         state = self._trainer.state
-        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        is_fitting = state.fn == TrainerFn.FITTING
+        is_training = is_fitting and state.status == TrainerStatus.RUNNING
         # If it fails, no later step of this run would save again.
         is_final = not is_training or self._signals.is_delivering or self._training_ended
+        is_validating = is_fitting and self._trainer.validating
+        _mark_validation(checkpoint, is_interrupted=is_final and is_validating)
         self.finish()
         run = self._run
         if self._position is not None:
@@ -686,3 +689,28 @@ class Checkpointing:
             if self._steps[path] < before and find.is_complete(path):
                 return str(path)
         return None
+
+
+def _mark_validation(lightning_state: Mapping[str, Any], *, is_interrupted: bool) -> None:
+    """Have a resumed run repeat the validation within which this run ends, and no other one.
+
+    Lightning 2.6.6 (loops/evaluation_loop.py:update_restart_stage) goes back to a validation of which one batch more
+    was started than processed. Any other it leaves out, with its metrics and what depends on them. It never corrects
+    these counts, with which later checkpoints of the epoch would repeat theirs.
+
+    Args:
+        lightning_state: The dict that is about to be saved, changed in place.
+        is_interrupted: Whether the run ends within a validation.
+    """
+    fit_loop = lightning_state.get("loops", {}).get("fit_loop", {})
+    progress = fit_loop.get("epoch_loop.val_loop.batch_progress")
+    if progress is None:  # weights only
+        return
+    total = progress["total"]
+    if is_interrupted:
+        progress["is_last_batch"] = False
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+        total |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    elif total["started"] - 1 == total["processed"] == total["completed"]:
+        total["ready"] = total["processed"]
+        total["started"] = total["processed"]

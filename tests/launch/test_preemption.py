@@ -1,5 +1,6 @@
 """A preempted run resumes exactly: SIGTERM, and SLURM's requeue signal."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from tests.checkpoint.runs import (
     checkpoints_at,
     fit,
     make_corpus,
+    rows_dataset,
     train,
     train_with_checkpoints,
 )
@@ -130,6 +132,42 @@ def test_sigterm_saves_and_the_resumed_run_is_exact(
         keep,
     )
     assert_exact_resume(expected, resumed, *first_steps)
+
+
+def _finished_validations(run: Run, folder: Path, *others: Any) -> list[int]:
+    """Steps after which a run has finished a validation of four batches."""
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import MegatronModule
+
+    class WithValidation(MegatronModule):
+        def val_dataloader(self) -> Any:
+            return DataLoader(rows_dataset(8), batch_size=2)
+
+    steps: list[int] = []
+    record = callback(on_validation_end=lambda trainer, _: steps.append(trainer.global_step))
+    saver = checkpoints_at(folder, every_n_train_steps=None, monitor="val_loss")
+    with contextlib.suppress(SystemExit):
+        fit(run, record, saver, *others, module_class=WithValidation)
+    return steps
+
+
+def _interrupt_a_validation(folder: Path) -> list[list[int]]:
+    run = Run(
+        trainer={"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0},
+    )
+    sigterm = _send_signal(signal.SIGTERM, (0,), -1)
+    resumed = run.but(ckpt_path=str(folder / "last.ckpt"))
+    from_its_end = run.but(ckpt_path=str(folder / "step=4.ckpt"))
+    return [
+        _finished_validations(run, folder, sigterm),
+        _finished_validations(resumed, folder),
+        _finished_validations(from_its_end, folder),
+    ]
+
+
+def test_interrupted_validation_is_repeated_once(tmp_path: Path) -> None:
+    assert run_ranks(_interrupt_a_validation, 1, tmp_path) == [[[2], [4], []]]
 
 
 def _in_slurm(
