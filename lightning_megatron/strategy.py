@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -227,6 +228,7 @@ class MegatronStrategy(DDPStrategy):
             optimizer_config_overrides,
             ddp_config_overrides,
         )
+        _check_buckets(self._overrides, overlap_communication, cuda_graphs)
         limits = None
         if heartbeat is not None:
             limits = as_options(Heartbeat, heartbeat, "heartbeat")
@@ -448,6 +450,8 @@ class MegatronStrategy(DDPStrategy):
         is_replica_of_several = parallel.tp * parallel.pp * parallel.cp > 1
         check_trainer(trainer, is_replica_of_several=is_replica_of_several)
         check_graph(trainer, model)
+        if trainer.state.fn in (None, TrainerFn.FITTING):
+            self._check_skips()
         if self._layer_sync is not None:
             raise ConfigError(
                 "sync_batchnorm=True: expected False, since no statistics of layers are shared by ranks; leave it out"
@@ -459,6 +463,16 @@ class MegatronStrategy(DDPStrategy):
             check = getattr(part, "check_run", None)
             if check is not None:
                 check(self)
+
+    def _check_skips(self) -> None:
+        limit = self.max_skips_in_a_row
+        default = inspect.signature(MegatronStrategy).parameters["max_skips_in_a_row"].default
+        skips = self.on_nan == "skip" or self.settings.params_dtype is torch.float16
+        if limit != default and not skips:
+            raise ConfigError(
+                f"max_skips_in_a_row={limit}: expected on_nan='skip', or the overflows of precision='16-mixed', got "
+                f"on_nan={self.on_nan!r}, with which no step is skipped; leave it out"
+            )
 
     @override
     def setup_distributed(self) -> None:
@@ -931,6 +945,21 @@ def _check_skipping(on_nan: str, max_skips_in_a_row: int) -> None:
     require_choice("on_nan", on_nan, ("raise", "skip"))
     require_kind("max_skips_in_a_row", max_skips_in_a_row, "int")
     require_number("max_skips_in_a_row", max_skips_in_a_row, at_least=1)
+
+
+def _check_buckets(overrides: Overrides, overlap: bool | None, cuda_graphs: bool) -> None:
+    """Refuse sizes of messages that would not be cut. Where there is nothing to overlap, they are no mistake.
+
+    megatron-core 0.16.1, distributed/distributed_data_parallel.py: all gradients are one bucket then.
+    """
+    size = overrides.ddp.get("bucket_size")
+    if size is None or (overlap is not False and not cuda_graphs):
+        return
+    got = "cuda_graphs=True" if cuda_graphs else "overlap_communication=False"
+    raise ConfigError(
+        f"ddp_config_overrides: bucket_size={size}: expected gradients that are reduced in the backward pass, by "
+        f"messages of this size, got {got}; leave one of them out"
+    )
 
 
 def _share(offload_optimizer: bool | float) -> float:

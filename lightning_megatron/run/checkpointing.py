@@ -475,6 +475,7 @@ class Checkpointing:
 
         Raises:
             CheckpointError: If the checkpoint is missing or not complete, or the object store for new ones refuses.
+            ConfigError: If ``load_weights_only`` has no checkpoint whose weights it would load.
         """
         folders = []
         if trainer.state.fn in (None, TrainerFn.FITTING):
@@ -491,6 +492,13 @@ class Checkpointing:
         if has_checkpoint:
             self._start_checkpoint = str(found)
         has_weights = self._strategy.lightning_module in modules_with_weights
+        begins_anew = found is None and ckpt_path is None and not has_weights
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._strategy.load_weights_only and is_fitting and begins_anew:
+            raise ConfigError(
+                "load_weights_only=True: expected ckpt_path, whose weights a new run begins with, got none; give "
+                "ckpt_path (or load_from in place of both), or leave it out"
+            )
         if self.initial_weights is not None and not has_checkpoint and not has_weights:
             check_initial_weights(self.initial_weights)
         return found

@@ -82,6 +82,9 @@ def _uneven(dp: int) -> Any:
     return torch.utils.data.DataLoader(rows_dataset(6), batch_size=3)
 
 
+BUCKETS = _override(Run(), "ddp", bucket_size=1000)
+
+
 REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
     1: (
         *_without_dynamic_scale(),
@@ -198,6 +201,21 @@ REFUSED: dict[int, tuple[tuple[str, Run], ...]] = {
             r"use MegatronStrategy\(overlap_communication=\)$",
             _override(Run(), "ddp", overlap_grad_reduce=True),
         ),
+        *(
+            (
+                f"bucket_size=1000: expected gradients .* got {name}={value}",
+                BUCKETS.but(strategy={name: value}),
+            )
+            for name, value in (("overlap_communication", False), ("cuda_graphs", True))
+        ),
+        (
+            "max_skips_in_a_row=3: expected on_nan='skip', or the overflows of precision='16-mixed'",
+            Run(strategy={"max_skips_in_a_row": 3}),
+        ),
+        (
+            "load_weights_only=True: expected ckpt_path, whose weights",
+            Run(strategy={"load_weights_only": True}),
+        ),
         (r"gradient_clip_val=-1\.0 must be at least 0", Run(trainer={"gradient_clip_val": -1.0})),
         (
             "gradient_clip_algorithm='value' is not supported: Megatron clips by norm",
@@ -262,6 +280,17 @@ def test_incompatible_settings_are_refused_on_every_rank(ranks: int) -> None:
     for messages in run_ranks(_refusals, ranks, runs):
         for pattern, message in zip(patterns, messages, strict=True):
             assert re.search(pattern, message), message
+
+
+def _train_without_effect(folder: Path) -> int:
+    """Steps of a run with options that only another device, or a later start of the job, honours."""
+    trainer = {"max_steps": 1, "default_root_dir": folder}
+    run = BUCKETS.but(strategy={"load_weights_only": True}, trainer=trainer)
+    return int(fit(run.but(ckpt_path="last"))[0].global_step)
+
+
+def test_options_that_act_elsewhere_are_no_mistake(tmp_path: Path) -> None:
+    assert run_ranks(_train_without_effect, 1, tmp_path) == [1]
 
 
 class Unfreezing(callbacks.BaseFinetuning):
