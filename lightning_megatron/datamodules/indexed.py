@@ -40,6 +40,7 @@ _READ_BY = {
     "drop_last_partial_validation_sequence": ("gpt",),
 }
 """Options that not every objective reads, and which ones do."""
+_SPLIT = "949,50,1"
 
 
 @checks_options
@@ -71,7 +72,7 @@ class IndexedDataModule(MegatronDataModule):
             labels with one more sentinel and eos), or ``megatron`` (the labels with eos).
         sentence_order: Whether a BERT learns the order of sentences; None: if the model's task is ``pretraining``.
         train_data_path: Datasets for training alone; with this or one of the next two, ``split`` and ``data_path`` are
-            not used.
+            refused.
         valid_data_path: Datasets for validation alone.
         test_data_path: Datasets for test alone.
         drop_last_partial_validation_sequence: Drop the tokens after the last full row of the validation documents, as
@@ -88,7 +89,7 @@ class IndexedDataModule(MegatronDataModule):
     def __init__(
         self,
         data_path: DataPath | None = None,
-        split: str = "949,50,1",
+        split: str = _SPLIT,
         seq_length: int = 1024,
         micro_batch_size: int = 4,
         objective: Literal["gpt", "bert", "t5"] | None = None,
@@ -128,7 +129,12 @@ class IndexedDataModule(MegatronDataModule):
         self.drop_last_partial_validation_sequence = drop_last_partial_validation_sequence
         self.index_cache = index_cache
         paths = split_sources(
-            data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path
+            data_path,
+            split,
+            _SPLIT,
+            train=train_data_path,
+            valid=valid_data_path,
+            test=test_data_path,
         )
         self._sources = {
             name: (parse_blend(path), weights) for name, (path, weights) in paths.items()

@@ -26,6 +26,8 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.foreign_names import checks_options
 
+_SPLIT = "95,5,0"
+
 
 @checks_options
 class InstructionDataModule(MegatronDataModule):
@@ -47,8 +49,8 @@ class InstructionDataModule(MegatronDataModule):
         answers: Turns of the assistant to learn: ``all``, ``each`` in a sample of its own that ends with it, or the
             ``last`` of each conversation.
         separator: Text between a prompt and a completion.
-        train_data_path: Training samples alone; with this or one of the next two, ``split`` and ``data_path`` are not
-            used.
+        train_data_path: Training samples alone; with this or one of the next two, ``split`` and ``data_path`` are
+            refused.
         valid_data_path: Validation samples alone.
         test_data_path: Test samples alone.
         num_workers: Worker processes that prefetch, on each rank that reads data.
@@ -61,7 +63,7 @@ class InstructionDataModule(MegatronDataModule):
         self,
         data_path: str | None = None,
         tokenizer: str | None = None,
-        split: str = "95,5,0",
+        split: str = _SPLIT,
         seq_length: int = 1024,
         micro_batch_size: int = 4,
         packing: bool = False,
@@ -92,7 +94,12 @@ class InstructionDataModule(MegatronDataModule):
                 )
             require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
         paths = split_sources(
-            data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path
+            data_path,
+            split,
+            _SPLIT,
+            train=train_data_path,
+            valid=valid_data_path,
+            test=test_data_path,
         )
         options = {
             "tokenizer": tokenizer,

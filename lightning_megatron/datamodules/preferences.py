@@ -31,6 +31,8 @@ from lightning_megatron.steps.dpo import PreferencePairs
 from lightning_megatron.steps.reward import RewardTrainStep
 from lightning_megatron.storage.hub import local_folder
 
+_SPLIT = "95,5,0"
+
 
 @checks_options
 class PreferenceDataModule(MegatronDataModule):
@@ -63,8 +65,8 @@ class PreferenceDataModule(MegatronDataModule):
             that training begins with, by the module's ``pretrained`` or the strategy's ``load_from``.
         reference_cache: Directory that caches the reference's log-probabilities; None: ``reference_logps`` beside the
             data.
-        train_data_path: Training pairs alone; with this or one of the next two, ``split`` and ``data_path`` are not
-            used.
+        train_data_path: Training pairs alone; with this or one of the next two, ``split`` and ``data_path`` are
+            refused.
         valid_data_path: Validation pairs alone.
         test_data_path: Test pairs alone.
         num_workers: Worker processes that prefetch, on each rank that reads data.
@@ -77,7 +79,7 @@ class PreferenceDataModule(MegatronDataModule):
         self,
         data_path: str | None = None,
         tokenizer: str | None = None,
-        split: str = "95,5,0",
+        split: str = _SPLIT,
         seq_length: int = 1024,
         micro_batch_size: int = 4,
         pad_to_multiple_of: int | None = None,
@@ -104,7 +106,12 @@ class PreferenceDataModule(MegatronDataModule):
         if pad_to_multiple_of is not None:
             require_divides("pad_to_multiple_of", pad_to_multiple_of, "seq_length", seq_length)
         paths = split_sources(
-            data_path, split, train=train_data_path, valid=valid_data_path, test=test_data_path
+            data_path,
+            split,
+            _SPLIT,
+            train=train_data_path,
+            valid=valid_data_path,
+            test=test_data_path,
         )
         options = {"tokenizer": tokenizer, "seq_length": seq_length, "separator": separator}
         self._sources = {
@@ -117,6 +124,11 @@ class PreferenceDataModule(MegatronDataModule):
     @override
     def check(self, run: Run) -> None:
         check_gpt(run.model, f"{type(self).__name__} makes pairs for GPTs")
+        if self.reference is not None and isinstance(run.train_step, RewardTrainStep):
+            raise ConfigError(
+                f"reference={self.reference}: expected a train step that compares with a reference, as 'dpo' does, got "
+                f"{type(run.train_step).__name__}; leave it out"
+            )
         for options in {options for options, _ in self._sources.values()}:
             check_preferences(options)
         if self._needs_reference(run):
@@ -165,7 +177,7 @@ class PreferenceDataModule(MegatronDataModule):
     def _needs_reference(self, run: Run) -> bool:
         """Whether a run reads log-probabilities of a reference that its model does not contain."""
         if self.reference is not None:
-            return not isinstance(run.train_step, RewardTrainStep)
+            return True
         return isinstance(run.train_step, PreferencePairs) and run.train_step.needs_references
 
     def _reference_folder(self, options: InstructionOptions) -> Path:

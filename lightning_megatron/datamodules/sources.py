@@ -12,6 +12,7 @@ from lightning_megatron.models.config import ModelConfig
 def split_sources(
     data_path: Any,
     split: str,
+    default_split: str,
     **own_paths: Any,
 ) -> dict[SplitName, tuple[Any, str]]:
     """Path of each split that has data, and the weights by which the splits of this path divide it.
@@ -19,10 +20,11 @@ def split_sources(
     Args:
         data_path: Path that all splits share.
         split: Weights by which they divide it.
+        default_split: The option's default.
         own_paths: Path of each split alone.
 
     Raises:
-        ConfigError: If there is no path, or both a shared one and those of single splits.
+        ConfigError: If there is no path, or both a shared one, or its weights, and those of single splits.
     """
     alone: dict[Any, Any] = {name: path for name, path in own_paths.items() if path is not None}
     if (data_path is None) != bool(alone):
@@ -30,6 +32,10 @@ def split_sources(
         raise ConfigError(
             f"data_path={data_path} with {given or 'no path of a single split'}: expected data_path and split, or "
             "only paths of splits"
+        )
+    if data_path is None and split != default_split:
+        raise ConfigError(
+            f"split={split!r}: expected data_path, which it divides, got paths of single splits; leave it out"
         )
     if data_path is None:
         weights_alone = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}

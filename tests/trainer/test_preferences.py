@@ -398,6 +398,11 @@ def _refusals(folder: str) -> list[str]:
         Run(folder=folder, data={"reference": f"{folder}/other"}),
         Run(folder=folder, data={"reference": f"{folder}/none"}),
         Run(folder=folder, data={"reference_cache": f"{folder}/file"}),
+        Run(
+            folder=folder,
+            data={"reference": f"{folder}/model"},
+            model={"train_step": "reward", "task": "sequence_classification", "num_labels": 1},
+        ),
     ]
     return [refusal(_fit, run) for run in runs]
 
@@ -411,6 +416,7 @@ def test_what_has_no_reference_is_refused(folder: str) -> None:
         "expected the model's vocabulary of 311 tokens, got 17; give a model with the same tokenizer",
         "none",
         "set reference_cache",
+        "model: expected a train step that compares with a reference, as 'dpo' does, got RewardTrain",
     ]
     for message, part in zip(messages, expected, strict=True):
         assert part in message

@@ -1,5 +1,6 @@
 """``IndexedDataModule`` in a Trainer: each sample once in Megatron's order, resume, refused runs."""
 
+import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_megatron import MegatronModule, MegatronStrategy
+from lightning_megatron import (
+    InstructionDataModule,
+    MegatronModule,
+    MegatronStrategy,
+    PreferenceDataModule,
+)
 from lightning_megatron.convert.registry import model_config
 from lightning_megatron.data.batch_shape import BatchShape
 from lightning_megatron.data.masked import MaskingOptions
@@ -276,6 +282,17 @@ def test_missing_data_is_refused_before_launch_unless_prepared_later(
         )
         with pytest.raises(error, match=r"data_path=.*nothing needs two files|would start"):
             trainer.fit(module, datamodule=kind(str(tmp_path / "nothing"), seq_length=8))
+
+
+@pytest.mark.parametrize("kind", [IndexedDataModule, InstructionDataModule, PreferenceDataModule])
+def test_split_without_a_path_to_divide_is_refused(kind: Any) -> None:
+    options = {"train_data_path": "books", "tokenizer": "tok"}
+    default = inspect.signature(kind).parameters["split"].default
+    kind(split=default, **options)
+    with pytest.raises(ConfigError, match="split='8,1,1': expected data_path, which it divides"):
+        kind(split="8,1,1", **options)
+    with pytest.raises(ConfigError, match="expected data_path and split, or only paths of splits"):
+        kind(data_path="web", **options)
 
 
 @pytest.mark.parametrize("option", _READ_BY)
