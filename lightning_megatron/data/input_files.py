@@ -2,10 +2,11 @@
 
 A directory is searched recursively for ``.jsonl`` and ``.parquet`` files and the text files named in
 ``TEXT_SUFFIXES``, compressed ones (``.gz``, ``.zst``) too, except hidden ones and those in hidden directories and in
-``SKIPPED_FOLDERS``; links to files are followed, links to directories are not. A pattern with ``*``, ``?`` or ``[``
-gives every file that it matches (``**`` crosses directories) and searches matched directories likewise. A file named
-explicitly is always read. Inputs keep the order in which they are given, files within an input are sorted by path, and
-duplicates are dropped, so the same inputs give the same documents in the same order on every machine.
+``SKIPPED_FOLDERS``; links to files are followed (one to nothing is an error), links to directories are not. A pattern
+with ``*``, ``?`` or ``[`` gives every file that it matches (``**`` crosses directories) and searches matched
+directories likewise. A file named explicitly is always read. Inputs keep the order in which they are given, files
+within an input are sorted by path, and duplicates are dropped, so the same inputs give the same documents in the same
+order on every machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal, NoReturn
 from tqdm import tqdm
 
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.rank_zero import rank_zero_warn
 
 JSON_LINES_SUFFIXES = (".jsonl", ".json")
 """Suffixes of files with one JSON object per line; a directory search reads only the first."""
@@ -73,6 +75,20 @@ TEXT_SUFFIXES = frozenset(
 """Suffixes, lower case, of the text and source files that a directory search reads."""
 SKIPPED_FOLDERS = frozenset(("__pycache__", "site-packages", "dist-packages", "node_modules"))
 """Directories that a search skips unless they are named: caches, and packages installed into a source tree."""
+_UNREAD_SUFFIXES = (
+    ".json.gz",
+    ".json.zst",
+    ".bz2",
+    ".xz",
+    ".lz4",
+    ".zip",
+    ".tar",
+    ".csv",
+    ".tsv",
+    ".arrow",
+)
+"""Suffixes of files that may hold documents, too, and that a directory search leaves out, with a warning; plain .json
+files are mostly settings."""
 PLAIN_TEXT_KEY = "text"
 """Key of a text file's content, as if it were a JSON line."""
 
@@ -184,12 +200,27 @@ def _files_of_folder(folder: str | Path) -> list[Path]:
         ) from error
 
     paths: list[Path] = []
+    unread: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if _is_searched(name))
         for name in names:
             path = Path(parent, name)
-            if _is_document_file(name) and os.path.isfile(path):
+            if not _is_document_file(name):
+                if name.lower().endswith(_UNREAD_SUFFIXES) and not name.startswith("."):
+                    unread.append(path)
+                continue
+            if path.is_symlink() and not os.path.exists(path):
+                raise DataError(
+                    f"{path}: expected a link to a file, got one to {os.readlink(path)}, which is not there; restore "
+                    "it, or remove the link"
+                )
+            if os.path.isfile(path):
                 paths.append(path)
+    if paths and unread:
+        rank_zero_warn(
+            f"{folder}: {len(unread)} files are left out, such as {min(unread)}: a directory is searched for .jsonl, "
+            ".parquet and text files, also .gz and .zst; name others, or convert them"
+        )
     return sorted(paths, key=lambda path: path.parts)
 
 

@@ -91,6 +91,20 @@ def test_input_without_files_is_refused(tmp_path: Path, name: str, message: str)
         find_files([tmp_path / name])
 
 
+def test_documents_that_a_directory_search_leaves_out_are_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.json.gz", ".c.csv", "sub/d.jsonl.xz", "e.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    with pytest.warns(UserWarning, match=r"2 files are left out, such as .*b\.json\.gz: a dir"):
+        assert find_files([tmp_path]) == [tmp_path / "a.jsonl"]
+    (tmp_path / "sub" / "link.jsonl").symlink_to("../gone.jsonl")
+    with pytest.raises(DataError, match=r"link\.jsonl: expected a link to a file, got one to \.\./g"):
+        find_files([tmp_path])
+    (tmp_path / "gone.jsonl").write_text("{}\n")
+    with pytest.warns(UserWarning, match="left out"):
+        assert len(find_files([tmp_path])) == 2
+
+
 def test_text_file_or_json_line_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line one\nline two\n")
     (tmp_path / "b.py.gz").write_bytes(gzip.compress(b"x = 1\n"))
