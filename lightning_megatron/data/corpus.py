@@ -248,8 +248,8 @@ class HuggingFaceCorpus:
 
     @property
     def fingerprint(self) -> str:
-        """Column of the text: a streaming dataset does not know its content."""
-        return f"stream of {self.key}"
+        """Column of the text, and shards, by which positions count: a streaming dataset does not know its content."""
+        return f"stream of {self.key} in {getattr(self.dataset, 'num_shards', None)} shards"
 
     def open(self, share: Share, pass_index: int, position: Position | None) -> DocumentCursor:
         """Documents of a share from a position on."""

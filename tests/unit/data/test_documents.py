@@ -98,7 +98,9 @@ def test_documents_that_a_directory_search_leaves_out_are_told(tmp_path: Path) -
     with pytest.warns(UserWarning, match=r"2 files are left out, such as .*b\.json\.gz: a dir"):
         assert find_files([tmp_path]) == [tmp_path / "a.jsonl"]
     (tmp_path / "sub" / "link.jsonl").symlink_to("../gone.jsonl")
-    with pytest.raises(DataError, match=r"link\.jsonl: expected a link to a file, got one to \.\./g"):
+    with pytest.raises(
+        DataError, match=r"link\.jsonl: expected a link to a file, got one to \.\./g"
+    ):
         find_files([tmp_path])
     (tmp_path / "gone.jsonl").write_text("{}\n")
     with pytest.warns(UserWarning, match="left out"):

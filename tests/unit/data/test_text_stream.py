@@ -307,6 +307,11 @@ def test_hugging_face_stream_resumes_exactly(tokenizer: Any, num_shards: int) ->
         _read(options, 3, states)
 
 
+def test_a_position_belongs_to_a_number_of_shards() -> None:
+    fingerprints = [HuggingFaceCorpus(_stream(shards), "text").fingerprint for shards in (4, 4, 2)]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
 def test_shuffle_buffer_of_hugging_face_is_reported() -> None:
     stream = _stream(2)
     assert why_not_exact(stream) is None
