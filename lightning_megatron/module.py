@@ -440,13 +440,16 @@ class MegatronModule(pl.LightningModule):
         return self.requires_grad_(True)
 
     def prepare_logging(self, trainer: pl.Trainer) -> None:
-        """Have ``trainer`` log this module's metrics, after all other callbacks; each of its functions calls this.
+        """Have ``trainer`` log this module's metrics, after all callbacks but those that save checkpoints.
 
-        Metrics of torchmetrics that a subclass holds count each data-parallel replica once.
+        Lightning puts these last: what they monitor and name files by is of the same step. Each of the Trainer's
+        functions calls this. Metrics of torchmetrics that a subclass holds count each data-parallel replica once.
         """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [callback for callback in callbacks if not isinstance(callback, LoggedValues)]
-        callbacks[:] = [*others, LoggedValues()]
+        are_savers = [isinstance(callback, pl.callbacks.Checkpoint) for callback in others]
+        first_saver = (*are_savers, True).index(True)
+        callbacks[:] = [*others[:first_saver], LoggedValues(), *others[first_saver:]]
         for part in self.modules():
             if isinstance(part, Metric) and part.dist_sync_fn is None:
                 part.dist_sync_fn = gather_over_replicas

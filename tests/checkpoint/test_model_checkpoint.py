@@ -46,6 +46,22 @@ def test_monitor_without_validation_is_warned_about(tmp_path: Path) -> None:
     assert kept == ["last.ckpt"]
 
 
+def _name_by_gradient_norm(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of checkpoints, and those that the steps' own gradient norms give."""
+    saver = checkpoints_at(folder, filename="{step}-{grad_norm:.4f}", every_n_train_steps=1)
+    _, trace = fit(Run(trainer={"max_steps": 3}), saver)
+    expected = [
+        f"step={step}-grad_norm={row['grad_norm']:.4f}.ckpt" for step, row in trace.steps.items()
+    ]
+    return names_in(folder), sorted(expected)
+
+
+def test_what_names_a_checkpoint_is_of_its_own_step(tmp_path: Path) -> None:
+    ((names, expected),) = run_ranks(_name_by_gradient_norm, 1, tmp_path)
+    assert names == expected
+    assert len(set(names)) == 3
+
+
 def _train_with_two_callbacks(folder: Path, is_async: bool) -> list[str]:
     newest = checkpoints_at(folder, save_top_k=1)
     every_second = checkpoints_at(folder, every_n_train_steps=2)
