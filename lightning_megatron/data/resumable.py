@@ -166,11 +166,22 @@ class ResumableLoader:
             return _rebuild(self.loader, sampler=samples, batch_size=None)
         return _rebuild(self.loader, batch_sampler=_skip(batches, self._num_yielded, restore))
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What determines the order of the samples, besides epoch and random states."""
+        sampler = sampler_of(self.loader)
+        return {
+            "length": len(self.dataset) if hasattr(self.dataset, "__len__") else None,
+            "seed": getattr(sampler, "seed", None),
+            "shuffle": getattr(sampler, "shuffle", None),
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, samples of it consumed by all ranks together, and the random states that determine its order."""
+        """Epoch, samples of it consumed by all ranks together, and what determines its order."""
         return {
             "epoch": self._epoch,
             "consumed_samples": self._num_yielded * self._global_batch,
+            "order": self._order,
             "random_state": self._random_state,
             "generator_state": self._generator_state,
             "generator_state_now": _state_of(self._generator),
@@ -185,11 +196,33 @@ class ResumableLoader:
             rank_zero_warn(RESTARTS)
             return
         self._epoch = state["epoch"]
-        self._num_yielded = state["consumed_samples"] // self._global_batch
+        consumed = state["consumed_samples"]
+        self._num_yielded = consumed // self._global_batch
+        self._warn_of_repeats(consumed, state.get("order", self._order))
         self._random_state = state["random_state"]
         self._generator_state = state["generator_state"]
         _set_state(self._generator, state["generator_state_now"])
         self._is_resuming = True
+
+    def _warn_of_repeats(self, consumed: int, order: dict[str, Any]) -> None:
+        """Warn of samples that come twice in the epoch.
+
+        Args:
+            consumed: Samples of the epoch before the checkpoint.
+            order: What determined theirs; as ``_order``.
+        """
+        if not 0 < self._num_yielded < len(self):
+            return  # an epoch begins
+        if order != self._order:
+            rank_zero_warn(
+                f"The run goes on at sample {consumed} of another order than the checkpoint's: expected {order}, got "
+                f"{self._order}, and samples may repeat"
+            )
+        elif rest := consumed % self._global_batch:
+            rank_zero_warn(
+                f"The last {rest} of the {consumed} samples before the checkpoint are repeated: expected a batch of "
+                f"all replicas that divides them, got {self._global_batch}"
+            )
 
 
 class OneShotIterator:

@@ -213,6 +213,7 @@ class MegatronDataModule(LightningDataModule, ABC):
         return {
             "train": vars(loader.position).copy(),
             "train_order": loader.order.fingerprint,
+            "shuffle": _shuffle_of(loader.order),
             "num_samples": loader.order.requested,
         }
 
@@ -303,10 +304,14 @@ class MegatronDataModule(LightningDataModule, ABC):
         restored: dict[str, Any],
     ) -> None:
         loader.seek(restored["train"])
-        if restored.get("train_order") != loader.order.fingerprint:
+        order = loader.order
+        shuffle = _shuffle_of(order)
+        is_same = restored.get("train_order") == order.fingerprint
+        # Older checkpoints do not tell.
+        if not is_same or restored.get("shuffle", shuffle) != shuffle:
             rank_zero_warn(
                 f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
-                " data, split, lengths or seed differ, and samples may repeat"
+                " data, split, lengths, shuffling or seed differ, and samples may repeat"
             )
 
     def _check_lengths_of_epochs(self, loader: TrainLoader) -> None:
@@ -417,3 +422,9 @@ def _rampup(numbers: Sequence[int]) -> BatchRampup:
         require_kind(option, value, "int")
         require_number(option, value, at_least=part != "samples", at_most=LARGEST_SEED)
     return rampup
+
+
+def _shuffle_of(order: PassOrder) -> list[Any]:
+    """What determines an order besides its samples, as plain data."""
+    seed = order.seed if order.shuffling != "never" else None
+    return [order.shuffling, seed]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron import (
+    DatasetDataModule,
     InstructionDataModule,
     MegatronModule,
     MegatronStrategy,
@@ -30,6 +31,7 @@ from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.run.launch import ScriptLauncher
 from lightning_megatron.run.restarts import LAUNCHER
 from tests.models import QUIET
+from tests.recording import recorded_warnings
 from tests.tokenizers import byte_level_tokenizer
 from tests.unit.data.corpus import build, engine_rows, write_corpus, write_legacy
 
@@ -105,6 +107,7 @@ def _run(
     num_microbatches: int = 1,
     *,
     data: dict[str, Any] | None = None,
+    datamodule: Any = None,
     module: Recorder | None = None,
     ckpt_path: str | None = None,
     phase: str = "fit",
@@ -128,7 +131,7 @@ def _run(
     path = ckpt_path and str(folder / ckpt_path)
     getattr(trainer, phase)(
         module,
-        datamodule=_data(folder, **(data or {})),
+        datamodule=datamodule or _data(folder, **(data or {})),
         ckpt_path=path,
     )
     return module
@@ -168,6 +171,21 @@ def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsR
     assert not any("another order" in str(warning.message) for warning in recwarn)
     with pytest.warns(UserWarning, match="another order than the checkpoint's"):
         _run(tmp_path, max_steps=5, data={"seed": 1}, ckpt_path="step=3.ckpt")
+
+
+def test_resume_with_other_shuffling_warns(tmp_path: Path) -> None:
+    rows = [{"row": torch.tensor([number])} for number in range(16)]
+
+    def resume(**options: Any) -> list[str]:
+        data = DatasetDataModule(train=rows, micro_batch_size=2, **options)
+        with recorded_warnings("another order than the checkpoint's") as messages:
+            _run(tmp_path, max_steps=3, datamodule=data, ckpt_path="step=2.ckpt")
+        return messages
+
+    _run(tmp_path, max_steps=2, datamodule=DatasetDataModule(train=rows, micro_batch_size=2))
+    assert resume() == []
+    assert resume(seed=1)
+    assert resume(shuffle=False)
 
 
 @pytest.mark.parametrize(

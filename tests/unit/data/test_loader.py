@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_megatron.data.loader import PassLoader, PassOrder, TrainLoader
 from lightning_megatron.data.resumable import ResumableLoader
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.errors import DataError
+from tests.recording import recorded_warnings
 
 
 def _shape(
@@ -153,3 +155,39 @@ def test_custom_batch_sampler_is_reshuffled_each_epoch() -> None:
         expected = sampler()
         expected.set_epoch(epoch)
         assert [number for batch in epochs for number in batch.tolist()] == list(expected)
+
+
+def _rows_of(length: int, batch_size: int, **options: Any) -> ResumableLoader:
+    rows = range(length)
+    sampler: DistributedSampler[int] = DistributedSampler(
+        rows,  # type: ignore[arg-type]
+        num_replicas=2,
+        rank=0,
+        **options,
+    )
+    loader: DataLoader[int] = DataLoader(rows, batch_size, sampler=sampler)  # type: ignore[arg-type]
+    return ResumableLoader(loader, 2, lambda: math.inf)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (_rows_of(16, 2), ""),
+        (_rows_of(16, 1), ""),
+        (_rows_of(18, 2), "'length': 18"),
+        (_rows_of(16, 2, seed=1), "'seed': 1"),
+        (_rows_of(16, 2, shuffle=False), "'shuffle': False"),
+        (_rows_of(16, 3), "The last 2 of the 8 samples before the checkpoint are repeated"),
+        (_rows_of(8, 2, seed=1), ""),
+    ],
+    ids=str,
+)
+def test_resume_in_another_order_warns(loader: ResumableLoader, message: str) -> None:
+    first = _rows_of(16, 2)
+    batches = iter(first)
+    for _ in range(2):
+        next(batches)
+    with recorded_warnings() as messages:
+        loader.load_state_dict(first.state_dict())
+    assert len(messages) == (message != "")
+    assert message in "".join(messages)
