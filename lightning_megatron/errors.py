@@ -39,6 +39,10 @@ class NumericsError(ConfigError):
     """Finite but wrong values: a loss that spikes repeatedly, or replicas of a weight that differ."""
 
 
+class ReportedError(ConfigError):
+    """A command of another rank of this host has ended with a user error, and printed it; as cause of a later error."""
+
+
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "bool": (bool, "True or False"),  # the string "false" would be truthy
     "int": (Integral, "an integer"),

@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return errors.TERMINATED
     except Exception as error:
+        if isinstance(error.__cause__, errors.ReportedError):
+            return errors.WRONG_ARGUMENTS
         message = errors.user_error(error)
         if message is None:
             raise

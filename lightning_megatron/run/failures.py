@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lightning_megatron.errors import ConfigError, one_line, user_error
+from lightning_megatron.errors import ConfigError, ReportedError, one_line, user_error
 
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset)|broken pipe|socket|nccl|gloo", re.IGNORECASE
@@ -59,7 +59,8 @@ class FailureReport:
             if first_rank != rank:
                 if isinstance(error, RuntimeError):
                     report_as(error, f"{line}; rank {rank} ends with it")
-                    if first_message is not None:
+                    is_reported = isinstance(error.__cause__, ReportedError)
+                    if first_message is not None and not is_reported:
                         error.__cause__ = ConfigError(f"rank {first_rank}: {first_message}")
                 return
             error.add_note(line)

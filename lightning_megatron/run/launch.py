@@ -19,7 +19,12 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.schema import restore_error
-from lightning_megatron.errors import DONE, TERMINATED
+from lightning_megatron.errors import (
+    DONE,
+    TERMINATED,
+    WRONG_ARGUMENTS,
+    ReportedError,
+)
 from lightning_megatron.predictions import predict_size_error
 from lightning_megatron.run.check import check_loaders
 from lightning_megatron.run.failures import is_lost_connection, report_as
@@ -174,8 +179,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return
         # Ranks that have lost a connection, too, end with code 1.
         first = min(codes, key=lambda rank: (codes[rank] == 0, codes[rank] == 1, codes[rank]))
+        line = f"{_failure(first, codes[first])}, and rank 0 ends with it"
         # A rank that has announced its exception is reported by that, soon.
-        report_as(error, f"{_failure(first, codes[first])}, and rank 0 ends with it")
+        report_as(error, line)
+        if codes[first] == WRONG_ARGUMENTS:
+            error.__cause__ = ReportedError(line)
 
     def _wait_for_other_ranks(self) -> None:
         """Wait at normal exit for the other ranks, which may still write files; exit with 1 if one of them fails."""

@@ -1,16 +1,23 @@
 """A script trains, saves and predicts the same under every launcher, and no rank is left running alone."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
+from lightning_megatron.cli import commands
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.run import launch
+from lightning_megatron.run.failures import FailureReport
+from lightning_megatron.run.restarts import LAUNCHER
 from tests.marks import exhaustive
 from tests.ranks import ROOT, run_ranks
 
@@ -277,6 +284,45 @@ def _message_where_connection_is_lost(error: Exception) -> str | None:
 def test_user_error_of_one_rank_is_that_of_all(error: Exception, message: str | None) -> None:
     first, _ = run_ranks(_message_where_connection_is_lost, 2, error)
     assert first == message
+
+
+@pytest.mark.parametrize(("code", "printed"), [(2, False), (1, True)])
+def test_user_error_that_another_rank_has_printed_is_not_repeated(
+    code: int,
+    printed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a command, whose rank ends with code 2 after its line; a rank that has lost the connection ends with 1."""
+    lost = RuntimeError("Connection closed by peer")
+    launcher = launch.ScriptLauncher(LightningEnvironment(), 2, 1)
+    launcher.procs = [subprocess.Popen(["sh", "-c", f"exit {code}"])]
+    monkeypatch.setattr(launch.ScriptLauncher, "_start_other_ranks", lambda _: None)
+    monkeypatch.setattr(launch.ScriptLauncher, "_wait_for_other_ranks", lambda _: None)
+    monkeypatch.setattr(launch.ScriptLauncher, "_has_failed", False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv(LAUNCHER, "")
+
+    def run(*_: object) -> None:
+        def fit(ckpt_path: object, datamodule: object) -> None:
+            raise lost
+
+        try:
+            launcher.launch(fit, None, None, trainer=mock.Mock())
+        finally:
+            run_of_rank_0.announce(lost)
+
+    run_of_rank_0 = FailureReport()
+    of_rank_1 = json.dumps([1, "ConfigError: x: got 2", "x: got 2"])
+    store = mock.Mock(**{"check.return_value": True, "compare_set.return_value": of_rank_1})
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(commands, "_run_trainer_command", run)
+    assert commands.main(["fit"]) == 2
+    line = "error: rank 1: x: got 2\n"
+    assert capsys.readouterr().err == line * printed
 
 
 _TRAINS_ON = """
