@@ -40,6 +40,8 @@ NOT_NAMES = {
     "_token_id",
 }
 """Strings that look like private names."""
+OF_OLDER_ENGINES = {"_checkpointed_forward"}
+"""Methods that are overridden, and that Megatron-Core 0.19 does not have any more."""
 SET_BY_METACLASSES = {"_abc_impl", "_backward_cls", "_is_protocol"}
 """Attributes that ABCs, autograd functions and protocols get without being asked."""
 
@@ -141,7 +143,8 @@ def test_page_lists_every_private_name_of_other_packages() -> None:
     used = _used()
     missing = {name: files for name, files in used.items() if name not in listed}
     assert missing == {}, "add them to docs/private_names.md with what they are of, and why"
-    assert sorted(listed) == sorted(used), "remove what is no longer used"
+    gone = OF_OLDER_ENGINES - used.keys()
+    assert sorted(listed) == sorted(used.keys() | gone), "remove what is no longer used"
 
 
 def test_private_names_are_found_in_imports_attributes_and_strings() -> None:
