@@ -142,10 +142,11 @@ class RecordTokenizer:
                 " are learned; complete or remove them, or rename the role"
             )
         tools = record.get("tools")
-        if self._options.answers == "all":
-            return [self._render_chat(messages, turns, tools, location)]
         if self._options.answers == "last":
             turns = turns[-1:]
+        _check_nothing_ignored(record, messages, turns, location)
+        if self._options.answers == "all":
+            return [self._render_chat(messages, turns, tools, location)]
         rendered = []
         for turn in turns:
             conversation = messages[: turn + 1]
@@ -278,6 +279,35 @@ class RecordTokenizer:
                     is_answer[-1] = True
                 is_answer[:1] = False
                 yield tokens, is_answer
+
+
+def _check_nothing_ignored(
+    record: Message, messages: list[Message], turns: list[int], location: str
+) -> None:
+    """Raise if a record says more of how to learn it than is read here, in the keys of OpenAI and TRL.
+
+    Args:
+        record: The record.
+        messages: Its conversation.
+        turns: Indices of the answers to learn.
+        location: Of the record.
+
+    Raises:
+        DataError: With the key, the value and the fix.
+    """
+    options = record.get("chat_template_kwargs")
+    if options:
+        raise DataError(
+            f"{location}: chat_template_kwargs={reprlib.repr(options)}: expected none, since all records are rendered "
+            "alike; write them into the template, or give prompt and completion as rendered texts"
+        )
+    for turn in turns:
+        weight = messages[turn].get("weight")
+        if weight not in (None, 1):
+            raise DataError(
+                f"{location}: weight={weight!r} of message {turn + 1}: expected 1, as all answers are learned alike; "
+                "leave the key out, or end the conversation with the answer to learn and set answers=last"
+            )
 
 
 def _check_nothing_left_out(

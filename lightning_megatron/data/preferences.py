@@ -67,7 +67,8 @@ def _answers(
                 f" 'rejected' as whole conversations with a common beginning, got {reprlib.repr(record)}; correct it"
             )
         for name, answer in zip(_ANSWERS, answers, strict=True):
-            parts = {"prompt": prompt, "completion": answer, "tools": record.get("tools")}
+            parts = {"prompt": prompt, "completion": answer}
+            parts |= {name: record.get(name) for name in ("tools", "chat_template_kwargs")}
             yield f"{location}, {name}", parts
 
 

@@ -242,6 +242,14 @@ def test_unpacked_rows_hold_one_padded_sample() -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
+def test_weights_of_answers_that_are_not_learned_do_not_matter(tmp_path: Path) -> None:
+    unlearned = {"role": "assistant", "content": "no", "weight": 0}
+    learned = {"role": "assistant", "content": "yes", "weight": 1}
+    record = {"messages": [USER, unlearned, USER, learned]}
+    instructions, _ = _read(tmp_path, record, template=MARKED, answers="last")
+    assert len(instructions) == 1
+
+
 @pytest.mark.parametrize(
     ("record", "template", "message"),
     [
@@ -296,6 +304,16 @@ def test_unpacked_rows_hold_one_padded_sample() -> None:
             {"messages": CHAT},
             None,
             "the tokenizer has no chat template, .* use the tokenizer of a chat model",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "yes", "weight": 0}]},
+            MARKED,
+            "weight=0 of message 2: expected 1, as all answers are learned alike; leave",
+        ),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+            MARKED,
+            "chat_template_kwargs={'enable_thinking': False}: expected none",
         ),
     ],
 )

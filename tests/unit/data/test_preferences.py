@@ -112,6 +112,7 @@ def test_earlier_turns_of_the_assistant_belong_to_the_prompt(tmp_path: Path) -> 
         ({**CHAT, "rejected": [USER]}, "pairs.jsonl, line 1, rejected has no answer"),
         ({**WHOLE, "rejected": [SYSTEM, USER]}, "pairs.jsonl, line 1, rejected has no answer"),
         ({"chosen": ["yes"], "rejected": ["yes", "no"]}, "to begin with the same messages"),
+        ({**CHAT, "chat_template_kwargs": {"a": 1}}, "line 1, chosen: chat_template_kwargs={'a': 1}:"),
     ],
 )  # fmt: skip
 def test_wrong_records_are_refused_with_their_line(
