@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -303,6 +303,22 @@ class MegatronModule(pl.LightningModule):
             "make_vocab_size_divisible_by": self.model_config.make_vocab_size_divisible_by,
             "lora": self.adaptation and asdict(self.adaptation.lora),
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As torch's, before the model is built.
+
+        Raises:
+            ConfigError: If it is built.
+        """
+        if self.model_chunks is not None:
+            raise ConfigError(
+                f"copy.deepcopy of a {type(self).__name__}: expected one without a model yet, got one whose layers "
+                "belong to process groups; copy it before its first run, or copy the weights: state_dict()"
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        return copied
 
     @property
     def model_description(self) -> dict[str, Any]:

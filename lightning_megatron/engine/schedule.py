@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from lightning_megatron.engine.groups import Topology
 from lightning_megatron.engine.microbatch_graph import MicrobatchGraphs
@@ -150,8 +151,11 @@ class Schedule:
         """Raise if weights of this rank were frozen, unfrozen or given other memory after the optimizer was built.
 
         Raises:
-            ConfigError: If so; it names the first such weight.
+            ConfigError: If so, or if torch computes weights of layers from other tensors; it names the first such
+                weight.
         """
+        for chunk in self._chunks:
+            _check_are_weights(chunk)
         for name, weight, is_trained, address in self._weights:
             if weight.requires_grad != is_trained:
                 raise ConfigError(
@@ -527,6 +531,43 @@ class Schedule:
         dist.all_reduce(count, group=topology.dp_group)
         for chunk in chunks:
             chunk.scale_gradients(1.0 / _divisors(count))
+
+
+def _check_are_weights(chunk: torch.nn.Module) -> None:
+    """Raise if ``torch.nn.utils`` has replaced weights of the engine's layers by tensors that it computes.
+
+    These layers add the gradients of their weights to buffers, which such tensors do not have, and checkpoints and
+    exports know the weights by their names.
+
+    Raises:
+        ConfigError: If so; it names the first one.
+    """
+    for name, layer in chunk.named_modules():
+        is_of_engine = any(base.__module__.startswith(_PACKAGES) for base in type(layer).__mro__)
+        source = _computed_from(layer)
+        if is_of_engine and source is not None:
+            raise ConfigError(
+                f"{name}: expected weights of its own, got some that torch.nn.utils computes from {source} (pruning, "
+                "weight norm and the like); leave that out, or make it permanent before fit: prune.remove(layer, "
+                "'weight')"
+            )
+
+
+_PACKAGES = ("megatron.", "lightning_megatron.")
+
+
+def _computed_from(layer: torch.nn.Module) -> str | None:
+    """What ``torch.nn.utils`` computes a weight of ``layer`` from; None if it computes none."""
+    if parametrize.is_parametrized(layer):
+        return "parametrizations"
+    for name, _ in layer.named_parameters(recurse=False):
+        # The names that pruning and spectral_norm, and weight_norm, give to what they compute from.
+        weight, _, suffix = name.rpartition("_")
+        value = getattr(layer, weight, None)
+        is_computed = isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+        if suffix in ("orig", "g") and is_computed:
+            return name
+    return None
 
 
 def _uneven_batch(rows: int, num_microbatches: int) -> str:

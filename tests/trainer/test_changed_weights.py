@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from tests.checkpoint.runs import callback, checkpoints_at
 from tests.marks import exhaustive
@@ -18,6 +19,7 @@ from tests.parity.training import (
     common_result,
     loader_of,
     module_of,
+    refusal,
     refused_fit,
     trainer_of,
 )
@@ -113,6 +115,63 @@ def test_changes_that_the_next_update_would_undo_are_refused() -> None:
     in_data, replaced = common_result(_refusals, replace(CASE, layout=DP2))
     assert "expected changes in place, got one through parameter.data" in in_data
     assert "word_embeddings.weight: expected the memory that the optimizer updates" in replaced
+
+
+def _fc1(module: Any) -> Any:
+    (first, *_) = [
+        layer for name, layer in module.model_chunks.named_modules() if name.endswith("linear_fc1")
+    ]
+    return first
+
+
+_COMPUTED: dict[str, Any] = {
+    "weight_orig": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "bias_orig": lambda layer: prune.random_unstructured(layer, "bias", amount=0.5),
+    "parametrizations": torch.nn.utils.parametrizations.weight_norm,
+    "weight_g": torch.nn.utils.weight_norm,
+}
+"""By what a weight is then computed from: functions of ``torch.nn.utils``."""
+
+
+def _refused_computed(case: Case) -> tuple[dict[str, str], list[bool]]:
+    """Messages about weights that are computed; whether zeros of a pruning that was made permanent are trained."""
+    messages = {}
+    for source, compute in _COMPUTED.items():
+        module = module_of(case)
+        begin = callback(on_fit_start=lambda _, module, compute=compute: compute(_fc1(module)))
+        messages[source] = refused_fit(case, module, callbacks=[begin])
+    trainer_of(case).validate(module := module_of(case), loader_of(case), verbose=False)
+    pruned = _fc1(module)
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    prune.remove(pruned, "weight")
+    zeros = [bool((pruned.weight == 0).any())]
+    trainer_of(case).fit(module, loader_of(case))
+    return messages, [*zeros, bool((_fc1(module).weight == 0).any())]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_weights_that_torch_computes_from_others_are_refused() -> None:
+    ((messages, zeros),) = run_ranks(_refused_computed, 1, replace(CASE, precision="32-true"))
+    for source, message in messages.items():
+        assert "linear_fc1: expected weights of its own, got some that torch.nn.utils" in message
+        assert f"computes from {source} (pruning" in message
+    assert zeros == [True, False]
+
+
+def _copied(case: Case) -> tuple[bool, str]:
+    """Whether a copy of a module trains as the module; the message about a copy of one that has run."""
+    module = module_of(case)
+    copied = copy.deepcopy(module)
+    for each in (module, copied):
+        trainer_of(case).fit(each, loader_of(case))
+    is_same = all(map(torch.equal, _copies(module), _copies(copied)))
+    return is_same, refusal(copy.deepcopy, module)
+
+
+def test_modules_are_copied_before_they_run() -> None:
+    ((is_same, message),) = run_ranks(_copied, 1, CASE)
+    assert is_same
+    assert message.startswith("copy.deepcopy of a MegatronModule: expected one without a model")
 
 
 def _refused_dtypes(case: Case) -> list[str]:
