@@ -139,6 +139,12 @@ MEGATRON: tuple[Patch, ...] = (
         _returning(lambda: None),
         "megatron-core>=0.18,<0.20",
     ),
+    # A run with reduce_scatter_with_fp32_accumulation sets it for all later runs of the process; patches are undone.
+    Patch(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "dist_reduce_scatter_func",
+        functools.partial,
+    ),
     # It asks each module whether it is a router.
     Patch(
         "megatron.core.distributed.finalize_model_grads",

@@ -137,6 +137,23 @@ def test_bf16_gradients_are_close_to_fp32() -> None:
     assert actual.losses == pytest.approx(expected.losses, rel=2**-9)
 
 
+def _reduce_scatters(case: Case) -> tuple[Any, Any]:
+    """The engine's function before and after a run."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    before = param_and_grad_buffer.dist_reduce_scatter_func
+    train_module(module_of(case), case, loader_of(case))
+    return before.__name__, param_and_grad_buffer.dist_reduce_scatter_func.__name__
+
+
+def test_accumulation_in_fp32_ends_with_its_run() -> None:
+    overrides = (("grad_reduce_in_fp32", False), ("reduce_scatter_with_fp32_accumulation", True))
+    layout = Layout(dp=2, ddp_config_overrides=overrides)
+    case = Case(layout=layout, steps=1, precision="bf16-mixed")
+    for before, after in run_ranks(_reduce_scatters, 2, case):
+        assert after == before == "reduce_scatter_tensor"
+
+
 # ---- schedulers -----------------------------------------------------------------------------------------------------
 
 
