@@ -39,7 +39,12 @@ from lightning_megatron.data.input_files import (
     require_library,
 )
 from lightning_megatron.data.pieces import Piece
-from lightning_megatron.data.tokenizer import batch_encoder, largest_id, load_tokenizer
+from lightning_megatron.data.tokenizer import (
+    batch_encoder,
+    largest_id,
+    load_tokenizer,
+    warn_of_missing_beginning,
+)
 from lightning_megatron.errors import MOST_PROCESSES, ConfigError, DataError, require_number
 
 PREFETCH_FACTOR = 4
@@ -59,7 +64,8 @@ class PreprocessOptions:
     output_prefix: str | Path
     """Beginning of the paths of written files, none of which may exist; the key of text files is ``text``."""
     tokenizer: str | Path
-    """Directory of a transformers tokenizer, or its name on the Hugging Face hub."""
+    """Directory of a transformers tokenizer, or its name on the Hugging Face hub. Texts get none of the special tokens
+    that it adds by default, such as a beginning of sequence; those that are written in a text are tokens."""
     json_keys: Sequence[str] = (PLAIN_TEXT_KEY,)
     """Keys of the JSON objects, or columns, to tokenize; each becomes a dataset, and document i is the same in all of
     them: a text without tokens becomes a document without sequences, as in Megatron's datasets."""
@@ -214,6 +220,7 @@ class DocumentEncoder:
     def __init__(self, options: PreprocessOptions) -> None:
         self._options = options
         self._tokenizer = load_tokenizer(options.tokenizer)
+        warn_of_missing_beginning(self._tokenizer)
         self.dtype = token_dtype(largest_id(self._tokenizer) + 1)
         """Dtype in which ids are stored."""
         self._eod: int | None = self._tokenizer.eos_token_id if options.append_eod else None

@@ -17,6 +17,7 @@ from lightning_megatron.data.tokenizer_files import (
     without_printed_panics,
 )
 from lightning_megatron.errors import ConfigError, DataError
+from lightning_megatron.rank_zero import rank_zero_warn
 from lightning_megatron.storage.hub import local_folder
 
 
@@ -123,6 +124,19 @@ def check_vocabulary(tokenizer: Any, source: object, vocab_size: int) -> None:
     if largest >= vocab_size:
         raise ConfigError(
             f"tokenizer={source} gives ids up to {largest}, the model's vocab_size is {vocab_size}"
+        )
+
+
+def warn_of_missing_beginning(tokenizer: Any) -> None:
+    """Say that documents get no beginning-of-sequence token, if the tokenizer puts one before texts by default.
+
+    transformers' own examples train with it.
+    """
+    beginning = tokenizer.bos_token_id
+    if beginning is not None and tokenizer.encode("a")[:1] == [beginning]:
+        rank_zero_warn(
+            f"{tokenizer.name_or_path} puts {tokenizer.bos_token} before texts, and documents get none; write it into "
+            "the texts if the model is to see it"
         )
 
 

@@ -27,6 +27,7 @@ from lightning_megatron.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     tokenizer_fingerprint,
+    warn_of_missing_beginning,
 )
 from lightning_megatron.datamodules.base import MegatronDataModule, Run
 from lightning_megatron.datamodules.sources import check_gpt
@@ -129,6 +130,7 @@ class StreamingTextDataModule(MegatronDataModule):
         if run.model is not None:
             check_vocabulary(self._loaded_tokenizer, self.tokenizer, run.model.vocab_size)
         self._document_tokenizer()
+        warn_of_missing_beginning(self._loaded_tokenizer)
 
     @override
     def open(self, name: SplitName, num_samples: int | None) -> PackedTexts:

@@ -32,6 +32,7 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.data.tokenizer_training import TokenizerTrainingOptions, train_tokenizer
 from lightning_megatron.errors import ConfigError, DataError
 from tests.marks import exhaustive
+from tests.tokenizers import make_tokenizer
 from tests.unit.data.corpus import read_documents
 
 
@@ -96,6 +97,20 @@ def test_documents_are_complete_and_without_special_tokens(
     ]
     assert _documents(result.prefixes[0]) == expected
     assert (result.documents, result.tokens) == (len(texts), sum(map(len, expected)))
+
+
+def test_a_beginning_that_documents_lack_is_told(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.txt").write_text("is it <s>?")
+    folder = Path(make_tokenizer(tmp_path / "tokenizer", bos=True))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": "<s>"}))
+    with pytest.warns(UserWarning, match="tokenizer puts <s> before texts, and documents get none"):
+        result = _run(tmp_path, folder)
+    ((first, *rest),) = _documents(result.prefixes[0])
+    beginning = load_tokenizer(folder).bos_token_id
+    assert first != beginning
+    assert rest.count(beginning) == 1
 
 
 def test_number_of_workers_does_not_change_the_output(
