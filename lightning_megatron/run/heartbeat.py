@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.engine.progress import progress
-from lightning_megatron.errors import LARGEST_COUNT, require_number
+from lightning_megatron.errors import LARGEST_COUNT, ConfigError, require_number
 from lightning_megatron.foreign_names import checks_options
 from lightning_megatron.run.hangs import UNHEARD, Beat, Verdict, find_hang, find_straggler
 from lightning_megatron.run.location import Kind, locate
@@ -91,7 +91,7 @@ class Heartbeat:
             until the first has been timed. In these hooks CPU time counts as progress, for six times as long: longer
             than that nothing may compute without a new stack, such as an endless loop.
         step: In a step of training, validation, test or prediction. None: ten times the median step, at least 60 s. No
-            limit exceeds ``MegatronStrategy(timeout=)``.
+            limit exceeds ``MegatronStrategy(timeout=)``: a larger one is refused, and the defaults follow it.
         checkpoint: While training is blocked by a checkpoint; each 16 MiB written count as progress. None: ten times
             the median, at least 60 s.
         grace: After SIGTERM or SIGINT, on which all ranks save and end between two steps: a run without progress for
@@ -132,7 +132,7 @@ class Watch:
             timeout: Upper bound of all limits; a number is in seconds.
 
         Raises:
-            ConfigError: If ``timeout`` is not a number, or below one second.
+            ConfigError: If ``timeout`` is not a number, or below one second, or a limit of the user's exceeds it.
         """
         seconds = timeout
         if isinstance(seconds, timedelta):
@@ -143,8 +143,20 @@ class Watch:
         """Timeout for the process groups."""
         self._is_on = options is not None
         self._options = options or Heartbeat()
+        self._check_limits()
         self._folder = Path("stacks")
         self._threads: list[threading.Thread] = []
+
+    def _check_limits(self) -> None:
+        """Refuse limits that ``timeout`` would cut; the defaults follow it."""
+        most = self.timeout.total_seconds()
+        for name in ("setup", "step", "checkpoint"):
+            limit = getattr(self._options, name)
+            if limit is not None and limit > most and limit != getattr(Heartbeat, name):
+                raise ConfigError(
+                    f"Heartbeat.{name}={limit:g}: expected at most timeout={most:g} seconds, after which a collective "
+                    f"ends the run, got more; raise MegatronStrategy(timeout=), or lower {name}"
+                )
 
     def prepare(self, root: str, device: torch.device) -> None:
         """Stop the watch of an earlier run, and have NCCL record its collectives; before any process group exists.

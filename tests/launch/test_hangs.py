@@ -400,6 +400,18 @@ def test_limits_below_one_second_are_refused() -> None:
         MegatronStrategy(timeout=0.5)
 
 
+@pytest.mark.parametrize("name", ["setup", "step", "checkpoint"])
+def test_limits_beyond_the_timeout_are_refused(name: str) -> None:
+    from lightning_megatron import MegatronStrategy
+
+    limit = Heartbeat(**{name: 3600})
+    MegatronStrategy(timeout=3600, heartbeat=limit)
+    MegatronStrategy(timeout=45)
+    expected = rf"Heartbeat\.{name}=3600: expected at most timeout=1800 seconds, .* raise Meg"
+    with pytest.raises(ConfigError, match=expected):
+        MegatronStrategy(heartbeat=limit)
+
+
 def _watching_threads(strategy: dict[str, Any]) -> set[str]:
     """Functions of this package that run in threads of a rank in a training step."""
     running: set[str] = set()
