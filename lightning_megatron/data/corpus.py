@@ -134,6 +134,7 @@ class FileCorpus:
         """
         path = self.files[number]
         size = self._sizes[number]
+        _check_unchanged(path, size)
         content, compression = format_of(path)
         if content == "text":
             if first == 0 and share.has(number):
@@ -166,6 +167,16 @@ class FileCorpus:
             yield RawDocument(location, text_of_row(row, self.key, location))
         if piece.problem:
             raise DataError(f"{piece.path} {piece.problem}")
+
+
+def _check_unchanged(path: Path, size: int) -> None:
+    """Raise unless a file has the size with which it was divided: the end of a shorter one would be missing."""
+    now = path.stat().st_size if path.is_file() else 0
+    if now != size:
+        raise DataError(
+            f"{path}: expected {size} bytes, got {now}: it was changed while it was in use; restore it, or resume from "
+            "the last checkpoint with the new one"
+        )
 
 
 def _lines_of_chunk(path: Path, chunk: int, chunk_bytes: int) -> Iterator[RawDocument]:

@@ -145,6 +145,18 @@ def test_resume_is_exact_at_every_step(folder: Path, tokenizer: Any, shuffle_buf
         assert len(json.dumps(states)) < 1000
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt"])
+def test_a_file_that_changes_in_a_run_is_refused(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    _write(tmp_path / name, [" ".join(TEXTS[:9]), *TEXTS])
+    corpus = _files(tmp_path)
+    _write(tmp_path / name, TEXTS[:9])
+    with pytest.raises(DataError, match="it was changed while it was in use"):
+        _read(_options([corpus], tokenizer), 1)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match="got 0: it was changed"):
+        _read(_options([corpus], tokenizer), 1)
+
+
 def test_workers_give_the_same_rows(folder: Path, tokenizer: Any) -> None:
     options = _options([_files(folder)], tokenizer)
     expected, _ = _read(options, 2, num_steps=6)
