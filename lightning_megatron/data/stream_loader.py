@@ -196,6 +196,7 @@ class StreamLoader:
         """Go on from a position, with the next iterator."""
         self.epoch = position["epoch"]
         self.steps = position["steps"]
+        self._state = None
         self._restored = position["replicas"]
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
-from lightning_megatron.data.loader import PassLoader, PassOrder, Shuffling, TrainLoader
+from lightning_megatron.data.loader import (
+    PassLoader,
+    PassOrder,
+    Position,
+    Shuffling,
+    TrainLoader,
+)
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.splits import SPLIT_NAMES, SplitName
 from lightning_megatron.engine.collectives import raise_on_all_ranks
@@ -247,6 +253,15 @@ class MegatronDataModule(LightningDataModule, ABC):
         )
 
     # ---- called by the strategy -------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Train from the first sample on: the run has loaded a checkpoint without a position.
+
+        LearningRateFinder goes back to one that it has saved before the first batch.
+        """
+        self._restored = {}
+        if self._train_loader is not None:
+            self._train_loader.seek(vars(Position()))
 
     def run(self) -> Run:
         """Settings of the Trainer's current function, known before any process is launched."""

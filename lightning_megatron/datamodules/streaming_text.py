@@ -209,6 +209,12 @@ class StreamingTextDataModule(MegatronDataModule):
         else:
             self._go_on(self._stream_loader, state_dict)
 
+    @override
+    def restart(self) -> None:
+        super().restart()
+        if self._stream_loader is not None:
+            self._stream_loader.seek({"epoch": 0, "steps": 0, "replicas": None})
+
     def _go_on(self, loader: StreamLoader, restored: dict[str, Any]) -> None:
         """Continue from a position of any number of replicas. Collective over the world.
 

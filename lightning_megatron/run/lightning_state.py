@@ -110,9 +110,12 @@ def check_data_position(
             "begin a new run with the weights: MegatronStrategy(load_weights_only=True)"
         )
     _fit_state(lightning_state).pop("combined_loader", None)
-    rank_zero_warn(
-        f"{path} has no position in the data of {expected or 'this loader'}: the training data restarts"
-    )
+    if isinstance(datamodule, MegatronDataModule):
+        datamodule.restart()
+    if lightning_state["global_step"] > 0:
+        rank_zero_warn(
+            f"{path} has no position in the data of {expected or 'this loader'}: the training data restarts"
+        )
 
 
 def close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:

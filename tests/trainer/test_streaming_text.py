@@ -8,7 +8,15 @@ from unittest import mock
 
 import pytest
 
-from tests.checkpoint.runs import NO_DROPOUT, Run, callback, fit, make_module, make_trainer
+from tests.checkpoint.runs import (
+    NO_DROPOUT,
+    Run,
+    callback,
+    fit,
+    make_corpus,
+    make_module,
+    make_trainer,
+)
 from tests.marks import exhaustive
 from tests.parity.training import refusal
 from tests.ranks import run_ranks
@@ -50,6 +58,7 @@ def _steps(
     run: Run,
     save_at: int | None = None,
     path: Path | None = None,
+    callbacks: tuple[Any, ...] = (),
 ) -> Steps:
     """Train; return loss and batch of each step, to that with a checkpoint: the rest is lost, as by a kill."""
     steps: Steps = []
@@ -67,7 +76,7 @@ def _steps(
         if trainer.global_step == save_at:
             trainer.save_checkpoint(path)
 
-    fit(run, callback(on_train_batch_end=record))
+    fit(run, callback(on_train_batch_end=record), *callbacks)
     return steps[:save_at]
 
 
@@ -142,6 +151,23 @@ def test_resume_at_another_layout_repeats_and_loses_nothing(
     targets = _targets(first, rest)
     assert targets - tokens == Counter()
     assert (tokens - targets).total() <= 6
+
+
+def _with_and_without_a_search(runs: list[Run]) -> list[tuple[Steps, Steps]]:
+    """Steps of runs after Lightning has searched a learning rate, and without."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    return [(_steps(run, callbacks=(finder,)), _steps(run)) for run in runs]
+
+
+def test_search_of_a_learning_rate_leaves_no_sample_out(run: Run, tmp_path: Path) -> None:
+    trainer = {"max_steps": 3, "default_root_dir": str(tmp_path)}
+    indexed = Run(model=NO_DROPOUT, indexed=make_corpus(tmp_path), trainer=trainer)
+    ((*results,),) = run_ranks(_with_and_without_a_search, 1, [run.but(trainer=trainer), indexed])
+    for searched, plain in results:
+        assert len(plain) == 3
+        assert searched == plain
 
 
 def _in_short_epochs(run: Run) -> tuple[Steps, Steps]:
