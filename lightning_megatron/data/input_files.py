@@ -15,6 +15,7 @@ import glob
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -123,11 +124,16 @@ def find_files(
         keys: Keys to be read; text files have only ``text``.
 
     Raises:
-        DataError: If an input does not exist, or matches or contains no file, or a text file lacks the key.
+        DataError: If an input does not exist, comes twice, matches or contains no file, or a text file lacks the key.
         ConfigError: If reading a file needs a library that is not installed.
     """
     files: dict[str, Path] = {}
-    for item in inputs:
+    for item, count in Counter(str(each) for each in inputs).items():
+        if count > 1:
+            raise DataError(
+                f"{item} is given {count} times: expected each input once, as each file is read once; give it once, "
+                "and a weight in the data module to read it more often"
+            )
         for path in _files_of_input(item):
             files.setdefault(os.path.realpath(path), path)
     for path in files.values():

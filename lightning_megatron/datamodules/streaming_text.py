@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -113,7 +112,7 @@ class StreamingTextDataModule(MegatronDataModule):
         }
         for name, path in paths.items():
             if path is not None:
-                self._sources[name] = _sources_of(path)
+                self._sources[name] = parse_blend(path)
         if dataset is not None:
             self._sources["train"] = None
         if not self._sources:
@@ -310,20 +309,3 @@ class StreamingTextDataModule(MegatronDataModule):
             self.seed,
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def _sources_of(data_path: DataPath) -> list[tuple[str, float | None]]:
-    """Paths and weights of a split.
-
-    Raises:
-        ConfigError: If a path without a weight comes twice: a pass reads each file once.
-    """
-    blend = parse_blend(data_path)
-    counts = Counter(path for path, weight in blend if weight is None)
-    for path, count in counts.items():
-        if count > 1:
-            raise ConfigError(
-                f"data_path: expected each path once, as a pass reads each file once, got {path} {count} times; to read"
-                " it more often, give weights and paths in turn"
-            )
-    return blend

@@ -300,7 +300,6 @@ def test_mistakes_are_refused_before_training(run: Run, tmp_path: Path) -> None:
     run = run.but(trainer={"max_steps": 1})
     cases: list[tuple[dict[str, Any], str]] = [
         ({"indexed": {"data_path": str(tmp_path / "none.jsonl")}}, "does not exist"),
-        ({"indexed": {"data_path": ["a", "b", "a"]}}, "each file once, got a 2 times"),
         ({"indexed": {"tokenizer": None}}, "tokenizer=None: expected the directory"),
         ({"indexed": {"dataset": [1]}}, "expected one source of training texts, got two"),
         ({"indexed": {"data_path": None, "dataset": [1]}}, "expected a datasets.IterableDataset"),

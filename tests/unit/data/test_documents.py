@@ -91,6 +91,12 @@ def test_input_without_files_is_refused(tmp_path: Path, name: str, message: str)
         find_files([tmp_path / name])
 
 
+def test_an_input_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"a\.txt is given 2 times: expected each input once"):
+        find_files([tmp_path / "a.txt", tmp_path / "*.txt", tmp_path / "a.txt"])
+
+
 def test_documents_that_a_directory_search_leaves_out_are_told(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.json.gz", ".c.csv", "sub/d.jsonl.xz", "e.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
