@@ -129,7 +129,8 @@ class MegatronStrategy(DDPStrategy):
         recompute_method: For ``full``: ``uniform`` (all layers) or ``block`` (the first layers of each stage).
         recompute_num_layers: For ``full``: layers per group (uniform) or per stage (block).
         overlap_communication: Reduce gradients and gather parameters while computing; None: on GPUs with dp x cp > 1.
-        load_weights_only: Load only the weights of ``ckpt_path``: training restarts from them.
+        load_weights_only: Load only the weights of ``ckpt_path``, without which it is refused: training restarts from
+            them.
         load_from: A checkpoint, or a directory of checkpoints: initial weights of a run that resumes from none.
         async_save: Continue training while the files of a checkpoint are written from a copy in host memory.
         transformer_config_overrides: Fields of Megatron's ``TransformerConfig`` to set directly. Fields that an option
