@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.errors import ConfigError
@@ -89,6 +90,8 @@ def check_hooks(
                 raise ConfigError(f"{_name(part, hook)} would not be called: {reason}")
         if is_replica_of_several and isinstance(datamodule, MegatronDataModule):
             _check_before_transfer(part)
+    if is_replica_of_several:
+        _check_steps(model)
     if _overrides(model, "optimizer_zero_grad"):
         raise ConfigError(
             f"{_name(model, 'optimizer_zero_grad')} would have no effect: the engine zeroes gradients before each "
@@ -100,6 +103,15 @@ def check_hooks(
             f"{_name(model, 'forward')} would not be called: predict_step generates, or computes logits; override "
             "predict_step, too"
         )
+
+
+def _check_steps(model: pl.LightningModule) -> None:
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(model, step), "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{_name(model, step)} with dataloader_iter would read another batch on each rank of a replica: "
+                f"{_ONE_READER}; take batch and batch_idx"
+            )
 
 
 def _check_before_transfer(part: object) -> None:

@@ -351,11 +351,28 @@ def _of_one_rank(folder: Path) -> list[str]:
     run = Run(strategy={"pp": 2}, trainer={"max_steps": 1})
     monitor = callbacks.ThroughputMonitor(batch_size_fn=len)
     drawing = run.but(trainer={"logger": TensorBoardLogger(folder, log_graph=True)})
-    return [refusal(fit, run, monitor), refusal(fit, drawing, module_class=WithExample)]
+    iterating = [
+        refusal(fit, run, module_class=type("Own", (MegatronModule,), {step: _iterate}))
+        for step in STEPS
+    ]
+    return [
+        refusal(fit, run, monitor),
+        refusal(fit, drawing, module_class=WithExample),
+        *iterating,
+    ]
+
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def _iterate(self: object, dataloader_iter: object) -> None:
+    """Would be a step that takes its batches itself."""
 
 
 def test_what_takes_one_rank_for_a_replica_is_refused(tmp_path: Path) -> None:
-    for monitor, drawing in run_ranks(_of_one_rank, 2, tmp_path):
+    for monitor, drawing, *iterating in run_ranks(_of_one_rank, 2, tmp_path):
+        for step, message in zip(STEPS, iterating, strict=True):
+            assert f"Own.{step} with dataloader_iter would read another batch" in message
         assert "ThroughputMonitor counts the batch of a replica once on each of its" in monitor
         assert "log_graph=True): expected False, since rank 0 alone would run the model" in drawing
 
