@@ -612,7 +612,9 @@ class Checkpointing:
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        resumes = fitting and (not self._strategy.load_weights_only or is_of_this_job(path))
+        # LearningRateFinder goes back to a checkpoint that this run has written.
+        is_own = is_of_this_job(path) or path in self._steps
+        resumes = fitting and (is_own or not self._strategy.load_weights_only)
         run = self._run
         if not resumes:
             run = replace(run, optimizer=None)

@@ -128,6 +128,26 @@ def test_new_run_loads_weights_and_optionally_moments(trained: Trained, by: str)
         assert new["after"] != pytest.approx(old["loss"], rel=1e-4)
 
 
+def _losses_with_and_without_a_search(run: Run) -> list[list[float]]:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    traces = [fit(run, *callbacks)[1] for callbacks in ((finder,), ())]
+    return [[step["loss"] for step in trace.steps.values()] for trace in traces]
+
+
+def test_search_of_a_learning_rate_leaves_no_moments(trained: Trained, tmp_path: Path) -> None:
+    folder, _ = trained
+    run = RUN.but(
+        strategy={"load_weights_only": True},
+        ckpt_path=str(folder / "step=3.ckpt"),
+        trainer={"default_root_dir": str(tmp_path)},
+    )
+    for searched, plain in run_ranks(_losses_with_and_without_a_search, 2, run):
+        assert len(plain) == 3
+        assert searched == plain
+
+
 def _begin_and_log(run: Run) -> tuple[dict[str, Any], str]:
     from lightning_utilities.core import rank_zero
 
