@@ -107,7 +107,8 @@ def _gather(
         for row, sample in enumerate(samples):
             if sample in rows:
                 raise ConfigError(
-                    f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False"
+                    f"sample {sample[0]} was predicted twice; give predict a loader with shuffle=False, and "
+                    "leave use_distributed_sampler=False out"
                 )
             if sample is not None:
                 rows[sample] = pytree.tree_map(partial(_row_of, row), prediction)
