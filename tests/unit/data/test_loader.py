@@ -180,7 +180,8 @@ def _rows_of(length: int, batch_size: int, **options: Any) -> ResumableLoader:
         (_rows_of(16, 3), "The last 2 of the 8 samples before the checkpoint are repeated"),
         (_rows_of(8, 2, seed=1), ""),
     ],
-    ids=str,
+    # Not by the loaders' addresses, which differ between the processes that share the tests.
+    ids=["same", "half the batch", "longer", "seed", "order", "odd batch", "finished epoch"],
 )
 def test_resume_in_another_order_warns(loader: ResumableLoader, message: str) -> None:
     first = _rows_of(16, 2)
