@@ -729,7 +729,7 @@ class MegatronStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self.checkpointing.on_train_start()
-        call_on_all_ranks(ready(self._schedule, "setup").check_weights)
+        call_on_all_ranks(ready(self._schedule, "setup").check_start)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -147,15 +147,24 @@ class Schedule:
         prepared = self._padded(train_step.prepare_batch(batch))
         return self._run(prepared, self._num_microbatches, forward_only=True)
 
-    def check_weights(self) -> None:
-        """Raise if weights of this rank were frozen, unfrozen or given other memory after the optimizer was built.
+    def check_start(self) -> None:
+        """Raise if this rank's model cannot be trained as it is, before the first step.
 
         Raises:
-            ConfigError: If so, or if torch computes weights of layers from other tensors; it names the first such
-                weight.
+            ConfigError: If torch computes weights of layers from other tensors, or as ``check_weights``.
         """
         for chunk in self._chunks:
             _check_are_weights(chunk)
+        self.check_weights()
+
+    def check_weights(self) -> None:
+        """Raise if weights of this rank were frozen, unfrozen or given other memory after the optimizer was built.
+
+        Called in each step, so it is kept short.
+
+        Raises:
+            ConfigError: If so; it names the first such weight.
+        """
         for name, weight, is_trained, address in self._weights:
             if weight.requires_grad != is_trained:
                 raise ConfigError(
