@@ -26,6 +26,8 @@ _SLACK = 0.05
 """Share of the plain step that an update may take longer than one way of the state."""
 _BUCKETS = 8
 """Buckets that are copied one after the other to measure the bus."""
+_STEPS = "4"
+"""Steps before the first timed one, and timed ones: the fewest that the training benchmark takes."""
 
 
 def state_bytes(case: Case) -> float:
@@ -91,7 +93,7 @@ def step(name: str, options: argparse.Namespace) -> SimpleNamespace:
         output = Path(folder, "out.jsonl")
         command = [sys.executable, "-m", "benchmarks.train_step", "--case", name]
         command += ["--num-microbatches", str(options.num_microbatches or case.num_microbatches)]
-        command += ["--warmup-steps", "4", "--steps", "4"]
+        command += ["--warmup-steps", _STEPS, "--steps", _STEPS]
         command += ["--bare-steps", "0", "--no-host-waits", "--output", str(output)]
         if subprocess.run(command, check=False).returncode != 0:
             raise RuntimeError(f"case {name} has failed")

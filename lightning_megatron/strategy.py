@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +105,7 @@ if TYPE_CHECKING:
     from lightning_megatron.steps.base import TrainStep
 
 T = TypeVar("T")
+_MAX_SKIPS = 20
 
 
 @checks_options
@@ -202,7 +202,7 @@ class MegatronStrategy(DDPStrategy):
         cp_comm_type: CPCommType = "auto",
         heartbeat: Heartbeat | None = Heartbeat(),  # noqa: B008 (frozen)
         ep: int = 1,
-        max_skips_in_a_row: int = 20,
+        max_skips_in_a_row: int = _MAX_SKIPS,
         offload_optimizer: bool | float = False,
     ) -> None:
         super().__init__()
@@ -467,9 +467,8 @@ class MegatronStrategy(DDPStrategy):
 
     def _check_skips(self) -> None:
         limit = self.max_skips_in_a_row
-        default = inspect.signature(MegatronStrategy).parameters["max_skips_in_a_row"].default
         skips = self.on_nan == "skip" or self.settings.params_dtype is torch.float16
-        if limit != default and not skips:
+        if limit != _MAX_SKIPS and not skips:
             raise ConfigError(
                 f"max_skips_in_a_row={limit}: expected on_nan='skip', or the overflows of precision='16-mixed', got "
                 f"on_nan={self.on_nan!r}, with which no step is skipped; leave it out"

@@ -542,17 +542,20 @@ class Schedule:
             chunk.scale_gradients(1.0 / _divisors(count))
 
 
+_OF_ENGINE = ("megatron.", "lightning_megatron.")
+"""Packages whose layers add the gradients of their weights to buffers."""
+
+
 def _check_are_weights(chunk: torch.nn.Module) -> None:
     """Raise if ``torch.nn.utils`` has replaced weights of the engine's layers by tensors that it computes.
 
-    These layers add the gradients of their weights to buffers, which such tensors do not have, and checkpoints and
-    exports know the weights by their names.
+    Such tensors have no buffers for gradients, and checkpoints and exports know the weights by their names.
 
     Raises:
         ConfigError: If so; it names the first one.
     """
     for name, layer in chunk.named_modules():
-        is_of_engine = any(base.__module__.startswith(_PACKAGES) for base in type(layer).__mro__)
+        is_of_engine = any(base.__module__.startswith(_OF_ENGINE) for base in type(layer).__mro__)
         source = _computed_from(layer)
         if is_of_engine and source is not None:
             raise ConfigError(
@@ -560,9 +563,6 @@ def _check_are_weights(chunk: torch.nn.Module) -> None:
                 "weight norm and the like); leave that out, or make it permanent before fit: prune.remove(layer, "
                 "'weight')"
             )
-
-
-_PACKAGES = ("megatron.", "lightning_megatron.")
 
 
 def _computed_from(layer: torch.nn.Module) -> str | None:
