@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from lightning_megatron.data.contents import hash_of_files
 from lightning_megatron.data.documents import text_of_row
 from lightning_megatron.data.input_files import find_files, format_of
 from lightning_megatron.data.json_lines import cut_lines
@@ -86,6 +87,10 @@ class Corpus(Protocol):
     def fingerprint(self) -> str:
         """Equal for the same documents in the same order."""
 
+    @property
+    def contents(self) -> str:
+        """Hash of what a few documents hold; empty if that is not known without reading all before them."""
+
     def open(self, share: Share, pass_index: int, position: Position | None) -> DocumentCursor:
         """Documents of a share from a position on; None: from the first."""
 
@@ -117,6 +122,11 @@ class FileCorpus:
         names = [file.name for file in self.files]
         facts = json.dumps([names, self._sizes, self.key, self._seed])
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    @property
+    def contents(self) -> str:
+        """Hash of a few bytes of the files."""
+        return hash_of_files(self.files)
 
     def open(self, share: Share, pass_index: int, position: Position | None) -> DocumentCursor:
         """Documents of a share from a position on."""
@@ -261,6 +271,11 @@ class HuggingFaceCorpus:
     def fingerprint(self) -> str:
         """Column of the text, and shards, by which positions count: a streaming dataset does not know its content."""
         return f"stream of {self.key} in {getattr(self.dataset, 'num_shards', None)} shards"
+
+    @property
+    def contents(self) -> str:
+        """Empty: a stream is read from its beginning."""
+        return ""
 
     def open(self, share: Share, pass_index: int, position: Position | None) -> DocumentCursor:
         """Documents of a share from a position on."""

@@ -14,6 +14,7 @@ from functools import partial
 
 from lightning_megatron.data.blends import BlendedSamples, BlendIndex, build_blend_index
 from lightning_megatron.data.build_once import build_once
+from lightning_megatron.data.contents import hash_of_indexed, with_contents
 from lightning_megatron.data.indexed import open_dataset
 from lightning_megatron.data.samples import Objective, Part, Samples
 from lightning_megatron.data.splits import canonical_split
@@ -62,13 +63,15 @@ def open_samples(
     names = (objective.name, first.name, "blend")
     folder = _index_folder(names, identity, first.prefix, index_cache)
     listed = ", ".join(part.prefix for part in parts[:3])
-    fingerprint = build_once(folder, write, f"the blend of {listed}")
+    order = build_once(folder, write, f"the blend of {listed}")
+    datasets = (open_dataset(part.prefix) for part in parts)
+    contents = hash_of_indexed(datasets, len(parts))
     blend = BlendIndex.load(folder)
     openers = []
     for part in blend.sized_parts(parts):
         part_folder, _ = _cached_index(objective, part, index_cache)
         openers.append(partial(objective.open, part, part_folder))
-    return BlendedSamples(blend, openers, fingerprint)
+    return BlendedSamples(blend, openers, with_contents(order, contents))
 
 
 def _cached_index(
@@ -80,7 +83,7 @@ def _cached_index(
 
     def write(staging: str) -> str:
         objective.build_index(part).save(staging)
-        return objective.open(part, staging).fingerprint
+        return objective.open(part, staging).order_fingerprint
 
     identity = (_part_key(objective, part), _dataset_identity(part.prefix))
     folder = _index_folder(

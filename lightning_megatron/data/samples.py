@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias
 import numpy as np
 import torch
 
+from lightning_megatron.data.contents import hash_of_indexed, with_contents
 from lightning_megatron.data.indexed import IndexedDataset, open_dataset
 from lightning_megatron.data.splits import SplitName
 from lightning_megatron.errors import DataError
@@ -175,7 +176,12 @@ class IndexedSamples:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of samples and order."""
+        """Fingerprint of the order, and of what the documents hold."""
+        return with_contents(self.order_fingerprint, hash_of_indexed([self.dataset]))
+
+    @property
+    def order_fingerprint(self) -> str:
+        """Fingerprint of the order, which lengths of documents decide."""
         return self.index.fingerprint(f"({len(self)}, {self.objective.order_key(self.part)})")  # type: ignore[no-any-return]
 
     def rows(self, indices: Sequence[int]) -> Rows:

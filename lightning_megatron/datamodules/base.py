@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.batch_shape import BatchRampup, BatchShape
+from lightning_megatron.data.contents import is_same
 from lightning_megatron.data.loader import (
     PassLoader,
     PassOrder,
@@ -321,9 +322,9 @@ class MegatronDataModule(LightningDataModule, ABC):
         loader.seek(restored["train"])
         order = loader.order
         shuffle = _shuffle_of(order)
-        is_same = restored.get("train_order") == order.fingerprint
+        is_same_order = is_same(restored.get("train_order"), order.fingerprint)
         # Older checkpoints do not tell.
-        if not is_same or restored.get("shuffle", shuffle) != shuffle:
+        if not is_same_order or restored.get("shuffle", shuffle) != shuffle:
             rank_zero_warn(
                 f"The run goes on at sample {loader.position.consumed_samples} of another order than the checkpoint's:"
                 " data, split, lengths, shuffling or seed differ, and samples may repeat"

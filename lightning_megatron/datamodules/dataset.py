@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_megatron.data.broadcast import check_batch
+from lightning_megatron.data.contents import hash_of_rows, with_contents
 from lightning_megatron.data.samples import Rows
 from lightning_megatron.data.splits import SplitName
 from lightning_megatron.datamodules.base import MegatronDataModule
@@ -117,11 +118,11 @@ class DatasetSamples:
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's own fingerprint, if it has one (Hugging Face's do); else its length."""
+        """The dataset's own fingerprint, if it has one (Hugging Face's do); else its length, and a few known rows."""
         own = getattr(self._dataset, "_fingerprint", None)
         if isinstance(own, str):
             return own
-        return f"{len(self)} items"
+        return with_contents(f"{len(self)} items", hash_of_rows(self._dataset))
 
     def __len__(self) -> int:
         """Number of items."""

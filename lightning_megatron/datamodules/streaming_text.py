@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron.data.blends import parse_blend
+from lightning_megatron.data.contents import is_same, with_contents
 from lightning_megatron.data.corpus import Corpus, FileCorpus, HuggingFaceCorpus
 from lightning_megatron.data.document_tokenizer import DocumentTokenizer
 from lightning_megatron.data.splits import SplitName
@@ -242,7 +243,7 @@ class StreamingTextDataModule(MegatronDataModule):
                     )
                 distribute(options, readers, strategy.data_parallel_size)
         loader.seek(position)
-        if restored["train_order"] != order:
+        if not is_same(restored["train_order"], order):
             rank_zero_warn(
                 f"The run goes on at step {loader.steps} of other texts than the checkpoint's: files, seed,"
                 " seq_length, shuffle_buffer or tokenizer differ, and texts may repeat"
@@ -297,7 +298,7 @@ class StreamingTextDataModule(MegatronDataModule):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of the order of the texts; of files known by names and sizes."""
+        """Of the order of the texts; of files known by names, sizes and a few bytes."""
         corpora, weights = self._corpora("train")
         facts = (
             [corpus.fingerprint for corpus in corpora],
@@ -308,4 +309,5 @@ class StreamingTextDataModule(MegatronDataModule):
             self.shuffle_buffer,
             self.seed,
         )
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        order = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return with_contents(order, "-".join(filter(None, (each.contents for each in corpora))))

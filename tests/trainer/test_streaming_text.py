@@ -1,6 +1,7 @@
 """Texts that are tokenized while they are trained on: each once, at any layout, and exactly after an interruption."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,14 @@ def test_resume_with_another_tokenizer_of_the_same_size_is_refused(
     ):
         assert rest == steps[1:]
         assert messages == []
+    # Files of the same names and sizes, with the texts in another order.
+    assert isinstance(run.indexed, dict)
+    copies = shutil.copytree(run.indexed["data_path"], tmp_path / "texts")
+    first = copies / "0.jsonl"
+    first.write_text("".join(reversed(first.read_text().splitlines(keepends=True))))
+    replaced = end.but(indexed={"data_path": str(copies)})
+    (_, messages), _ = run_ranks(_steps_and_warnings, 2, replaced)
+    assert len(messages) == 1
 
 
 def test_mistakes_are_refused_before_training(run: Run, tmp_path: Path) -> None:

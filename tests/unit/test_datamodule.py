@@ -173,6 +173,25 @@ def test_resume_in_another_order_warns(tmp_path: Path, recwarn: pytest.WarningsR
         _run(tmp_path, max_steps=5, data={"seed": 1}, ckpt_path="step=3.ckpt")
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_resume_on_other_tokens_of_equal_lengths_warns(
+    tmp_path: Path, documents: list[NDArray[np.uint16]], parts: int
+) -> None:
+    tokens = [[document.tolist()] for document in documents]
+    same = build(tmp_path / "same", tokens, "int32")
+    other = build(tmp_path / "other", [[[token ^ 1 for token in row]] for (row,) in tokens])
+
+    def resume(prefix: str) -> list[str]:
+        with recorded_warnings("another order than the checkpoint's") as messages:
+            data = {"data_path": [str(tmp_path / "corpus"), prefix][-parts:]}
+            _run(tmp_path, max_steps=4, data=data, ckpt_path="step=3.ckpt")
+        return messages
+
+    _run(tmp_path, max_steps=3, data={"data_path": [str(tmp_path / "corpus")] * parts})
+    assert resume(same) == []
+    assert resume(other)
+
+
 def test_resume_with_other_shuffling_warns(tmp_path: Path) -> None:
     rows = [{"row": torch.tensor([number])} for number in range(16)]
 
@@ -186,6 +205,8 @@ def test_resume_with_other_shuffling_warns(tmp_path: Path) -> None:
     assert resume() == []
     assert resume(seed=1)
     assert resume(shuffle=False)
+    rows = [{"row": row["row"] + 1} for row in rows]
+    assert resume()
 
 
 @pytest.mark.parametrize(

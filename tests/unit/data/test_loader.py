@@ -157,8 +157,8 @@ def test_custom_batch_sampler_is_reshuffled_each_epoch() -> None:
         assert [number for batch in epochs for number in batch.tolist()] == list(expected)
 
 
-def _rows_of(length: int, batch_size: int, **options: Any) -> ResumableLoader:
-    rows = range(length)
+def _rows_of(length: int, batch_size: int, first: int = 0, **options: Any) -> ResumableLoader:
+    rows = list(range(first, first + length))
     sampler: DistributedSampler[int] = DistributedSampler(
         rows,  # type: ignore[arg-type]
         num_replicas=2,
@@ -177,11 +177,21 @@ def _rows_of(length: int, batch_size: int, **options: Any) -> ResumableLoader:
         (_rows_of(18, 2), "'length': 18"),
         (_rows_of(16, 2, seed=1), "'seed': 1"),
         (_rows_of(16, 2, shuffle=False), "'shuffle': False"),
+        (_rows_of(16, 2, first=1), "'contents': "),
         (_rows_of(16, 3), "The last 2 of the 8 samples before the checkpoint are repeated"),
         (_rows_of(8, 2, seed=1), ""),
     ],
     # Not by the loaders' addresses, which differ between the processes that share the tests.
-    ids=["same", "half the batch", "longer", "seed", "order", "odd batch", "finished epoch"],
+    ids=[
+        "same",
+        "half the batch",
+        "longer",
+        "seed",
+        "order",
+        "other rows",
+        "odd batch",
+        "finished epoch",
+    ],
 )
 def test_resume_in_another_order_warns(loader: ResumableLoader, message: str) -> None:
     first = _rows_of(16, 2)
