@@ -19,6 +19,8 @@ from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.errors import ConfigError, DataError, type_of
 from lightning_megatron.rank_zero import rank_zero_warn
 
+ENDED_EARLY = "ended_early"
+"""Key of a loader's state in a checkpoint: whether the rest of the epoch was skipped."""
 RESTARTS = (
     "The checkpoint has a position in a map-style dataset or in a stream, and train_dataloaders is now the other: the"
     " training data restarts"
@@ -200,11 +202,13 @@ class ResumableLoader:
         self._epoch = state["epoch"]
         consumed = state["consumed_samples"]
         self._num_yielded = consumed // self._global_batch
-        self._warn_of_repeats(consumed, state.get("order", self._order))
+        has_ended_early = state.get(ENDED_EARLY, False)
+        if not has_ended_early:
+            self._warn_of_repeats(consumed, state.get("order", self._order))
         self._random_state = state["random_state"]
         self._generator_state = state["generator_state"]
         _set_state(self._generator, state["generator_state_now"])
-        self._is_resuming = True
+        self._is_resuming = not has_ended_early
 
     def _warn_of_repeats(self, consumed: int, order: dict[str, Any]) -> None:
         """Warn of samples that come twice in the epoch.

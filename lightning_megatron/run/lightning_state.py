@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_megatron.data.resumable import ENDED_EARLY
 from lightning_megatron.datamodules.base import MegatronDataModule
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.storage.paths import is_remote
@@ -131,5 +132,11 @@ def close_finished_epoch(lightning_state: Mapping[str, Any]) -> None:
     if total["processed"] == total["ready"] and batches["is_last_batch"]:
         for counts in epochs.values():  # if it was saved in on_train_epoch_end
             counts["completed"] = counts["processed"]
-        batches["current"] = dict.fromkeys(batches["current"], 0)
+        current = batches["current"]
+        # on_train_batch_start returned -1: Lightning counts its batch as processed, and never as started. Its rows, and
+        # those after it, are not trained on.
+        if current["processed"] > current["started"]:
+            for state in _fit_state(lightning_state).get("combined_loader", []):
+                state[ENDED_EARLY] = True
+        batches["current"] = dict.fromkeys(current, 0)
         batches["is_last_batch"] = False

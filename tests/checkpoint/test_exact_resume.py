@@ -168,6 +168,32 @@ def test_resume_after_max_epochs_or_with_an_early_loader_is_exact(tmp_path: Path
         assert_exact_resume(uninterrupted, resumed, step + 1)
 
 
+def _train_without_the_rest(run: Run, path: Path) -> Trace:
+    """Train a module that skips the rest of the first epoch, at whose end the run is saved."""
+    from lightning_megatron.module import MegatronModule
+
+    class Skipping(MegatronModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            if self.current_epoch == 0 and batch_idx == 3:
+                return -1
+            return None
+
+    def save(trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(path)
+
+    return fit(run, callback(on_train_epoch_end=save), module_class=Skipping)[1]
+
+
+def test_resume_after_the_rest_of_an_epoch_was_skipped_is_exact(tmp_path: Path) -> None:
+    run = Run(trainer={"max_epochs": 2})
+    path = tmp_path / "skipped.ckpt"
+    uninterrupted = run_ranks(_train_without_the_rest, 1, run, path)
+    resumed = run_ranks(train, 1, run.but(ckpt_path=str(path)))
+    assert max(resumed[0].steps) == 3 + STEPS_PER_EPOCH
+    assert_exact_resume(uninterrupted, resumed, 4)
+
+
 DATASET: dict[str, Any] = {"indexed": {"train": rows_dataset()}, "data_module": "DatasetDataModule"}
 
 
