@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_megatron.engine import cpu
-from lightning_megatron.engine.ops import adam, loss, recompute, weight_gradients
+from lightning_megatron.engine.ops import adam, gelu_mlp, loss, recompute, weight_gradients
 from lightning_megatron.engine.ops.gathered_dispatch import (
     AllGatherDispatcher,
     compute_by_dispatcher,
@@ -236,6 +236,12 @@ KERNELS: tuple[Patch, ...] = (
         "megatron.core.fusions.fused_bias_swiglu",
         "SwiGLUFunction",
         lambda original: _kernels("swiglu").use_swiglu_kernel(original),
+    ),
+    # It runs GELU and its derivative as kernels of their own, between the products of the linears.
+    Patch(
+        "megatron.core.transformer.mlp",
+        "MLP.forward",
+        lambda original: gelu_mlp.fuse_gelu(recompute.recompute_activation(original)),
     ),
 )
 """Patches on CUDA."""

@@ -19,6 +19,7 @@ _ON_CPU = {
     "gradient norm": ("torch foreach", "no host synchronization"),
     "RoPE": ("eager", "runs on the CPU"),
     "SwiGLU": ("Megatron-Core", "runs on the CPU"),
+    "GELU": ("torch", "runs on the CPU"),
     "cross-entropy": ("eager", "runs on the CPU"),
 }
 _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
@@ -30,6 +31,7 @@ _ON_CUDA = {  # torch's wheels for CUDA bring Triton with them
     "Adam": ("Triton kernel", "clips, updates and copies in one pass"),
     "RoPE": ("Triton kernel", "fused with the split into q, k and v"),
     "SwiGLU": ("Triton kernel", "recomputes in the backward pass"),
+    "GELU": ("cuBLASLt in the products if by tanh at tp=1, else torch", "no passes of its own"),
     "cross-entropy": ("Triton kernels", "read and write the logits once"),
 }
 
