@@ -298,6 +298,29 @@ def add_product(
     return True
 
 
+def _half_plan(
+    rows: Tensor,
+    weight: Tensor,
+    *,
+    transposes_a: bool,
+    epilogue: int,
+) -> _Plan | None:
+    """Plan ``rows @ weight.t()``, or without ``transposes_a`` ``rows @ weight``, of matrices in one 16-bit dtype."""
+    tokens, width = rows.shape
+    product = _Product(
+        rows.device,
+        weight.numel() // width,
+        tokens,
+        width,
+        weight.dtype,
+        rows.dtype,
+        rows.dtype,
+        transposes_a,
+        epilogue,
+    )
+    return _plan(product)
+
+
 def linear_and_gelu(
     rows: Tensor,
     weight: Tensor,
@@ -317,22 +340,10 @@ def linear_and_gelu(
     """
     if rows.dtype not in _HALF or not _usable((rows, weight, bias)):
         return None
-    tokens, width = rows.shape
-    product = _Product(
-        rows.device,
-        len(weight),
-        tokens,
-        width,
-        weight.dtype,
-        rows.dtype,
-        rows.dtype,
-        transposes_a=True,
-        epilogue=_EPILOGUE_GELU_AUX_BIAS,
-    )
-    plan = _plan(product)
+    plan = _half_plan(rows, weight, transposes_a=True, epilogue=_EPILOGUE_GELU_AUX_BIAS)
     if plan is None:
         return None
-    before, activated = (rows.new_empty(tokens, len(weight)) for _ in range(2))
+    before, activated = (rows.new_empty(len(rows), len(weight)) for _ in range(2))
     _set_pointer(plan.descriptor, _DESC_BIAS_POINTER, bias.data_ptr())
     _set_pointer(plan.descriptor, _DESC_EPILOGUE_AUX_POINTER, before.data_ptr())
     _multiply(plan, weight, rows, activated)
@@ -356,19 +367,7 @@ def gelu_gradient(
     """
     if gradient.dtype not in _HALF or not _usable((gradient, weight, before)):
         return None
-    tokens, width = gradient.shape
-    product = _Product(
-        gradient.device,
-        before.shape[1],
-        tokens,
-        width,
-        weight.dtype,
-        gradient.dtype,
-        gradient.dtype,
-        transposes_a=False,
-        epilogue=_EPILOGUE_DGELU,
-    )
-    plan = _plan(product)
+    plan = _half_plan(gradient, weight, transposes_a=False, epilogue=_EPILOGUE_DGELU)
     if plan is None:
         return None
     d_before = torch.empty_like(before)
