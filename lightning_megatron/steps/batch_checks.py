@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_megatron.engine.objective import Batch
 from lightning_megatron.errors import DataError
 from lightning_megatron.models.config import ModelConfig
+from lightning_megatron.rank_zero import rank_zero_warn
 
 
 def rename_keys(
@@ -253,6 +254,25 @@ def check_token_inputs(
             )
         if model.linear_attention is not None:
             _check_segments_are_runs(mask, model)
+
+
+def warn_of_padding_that_predicts(batch: Batch, is_target: Tensor) -> None:
+    """Warn once of losses at padding: there hidden states have no meaning, and are other than those of transformers.
+
+    Args:
+        batch: By Hugging Face's names.
+        is_target: [b, s] bool, by the position that predicts.
+    """
+    if "attention_mask" not in batch:
+        return
+    at_padding = is_target & (batch["attention_mask"] == 0)
+    if "loss_mask" in batch:
+        at_padding &= batch["loss_mask"] != 0
+    if bool(at_padding.any()):
+        rank_zero_warn(
+            "labels: expected -100 where padding (attention_mask 0) would predict them, got targets: they count in the "
+            "loss, with other values than in transformers; set them to -100"
+        )
 
 
 def drop_without_effect(batch: Batch) -> None:

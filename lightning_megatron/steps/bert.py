@@ -145,6 +145,8 @@ class BertTrainStep(MaskedLossStep):
         self._check_first_tokens(renamed)
         for head in self._heads.values():
             self._check_labels(head, renamed)
+            if head.per_token and head.labels == "labels":
+                batch_checks.warn_of_padding_that_predicts(renamed, renamed["labels"] >= 0)
         mask = renamed.get("attention_mask")
         if mask is not None and bool((mask == 1).all()):
             del batch["attention_mask" if "attention_mask" in batch else "padding_mask"]

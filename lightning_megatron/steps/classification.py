@@ -74,7 +74,9 @@ class ClassificationTrainStep(MaskedLossStep):
         rows, length = batch["input_ids"].shape
         batch_checks.check_token_inputs(batch, rows, length, self.model)
         self._labels.check(batch["labels"], rows, length)
-        if "attention_mask" in batch and not self._labels.per_token:
+        if self._labels.per_token:
+            batch_checks.warn_of_padding_that_predicts(batch, batch["labels"] >= 0)
+        elif "attention_mask" in batch:
             mask = batch["attention_mask"]
             batch_checks.check_rows_have_tokens("attention_mask", mask, batch.get("sample_mask"))
         batch_checks.drop_without_effect(batch)

@@ -149,6 +149,7 @@ class GPTTrainStep(MaskedLossStep):
                 "vocab_size",
                 (base.IGNORE_INDEX,),
             )
+            batch_checks.warn_of_padding_that_predicts(batch, shift_labels(batch["labels"]) >= 0)
         batch_checks.drop_without_effect(batch)
 
     def _check_keys(self, batch: Batch) -> None:
