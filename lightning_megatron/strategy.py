@@ -743,7 +743,12 @@ class MegatronStrategy(DDPStrategy):
         """Run the module's training step, and check that the engine's gradients are those of the loss it returns."""
         module = self._module
         self._engine_losses.clear()
-        returned = super().training_step(*args, **kwargs)
+        try:
+            returned = super().training_step(*args, **kwargs)
+        except AttributeError:
+            # Of a weight that torch.nn.utils computes since a callback of an earlier step: it has no buffer.
+            ready(self._schedule, "setup").check_start()
+            raise
         check = partial(check_returned_loss, module, returned, self._engine_losses)
         if has_own_training_step(module):
             self._check_on_all_ranks(check)
