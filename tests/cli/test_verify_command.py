@@ -120,7 +120,6 @@ EVERY = ("1", "tp2", "tp2,pp2")
     ("name", "layouts", "dtype"),
     [
         ("llama", ("1", "tp2,pp2"), "fp32"),
-        ("qwen3_moe", ("ep2",), "fp32"),
         ("t5", ("pp2",), "fp32"),
         ("answers", ("tp2",), "fp32"),
         ("pooled", ("tp2",), "fp32"),

@@ -183,7 +183,8 @@ _RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True
 _WITH_BIASES = {"bias": True, "ffn_hidden_size": 72, "tie_word_embeddings": False}
 _UNTIED = {"tie_word_embeddings": False, "scale_attn_weights": False, "activation_function": "gelu"}
 _FOUR_TP = Layout(tp=4, sequence_parallel=True)
-_RECOMPUTING = Layout(tp=2, sequence_parallel=True, recompute="selective")
+_TWO_TP = Layout(tp=2, sequence_parallel=True)
+_RECOMPUTING = replace(_TWO_TP, recompute="selective")
 _A2A = Layout(cp=2, cp_comm_type="a2a")
 _GATHER = Layout(cp=2, cp_comm_type="all_gather")
 _CP_TP = replace(_GATHER, tp=2, sequence_parallel=True)
@@ -217,18 +218,11 @@ _NEWER = {
     "qwen3_5_text": "left",
 }
 """Families that differ from others by a field of ``ModelConfig``, and the padding side of their rows."""
-_SPLIT = (
-    "gemma2",
-    "gemma3_text",
-    "olmo2",
-    "opt",
-    "hunyuan_v1_dense",
-    "nemotron",
-    "ministral3",
-    "apertus",
-    "qwen3_5_text",
-)
-"""Those of ``_NEWER`` whose special parts depend on the layout."""
+_STAGED = ("gemma2", "gemma3_text", "opt", "ministral3", "qwen3_5_text")
+"""Those of ``_NEWER`` whose special parts depend on the pipeline stage."""
+_SHARDED = ("olmo2", "hunyuan_v1_dense", "nemotron", "apertus")
+"""Those of ``_NEWER`` whose special parts depend on the shard of each layer alone."""
+_OF_ALL = _rope("longrope", original_max_position_embeddings=8, **_LONGROPE)
 _OF_SIX = {name: factors[:3] for name, factors in _LONGROPE.items()}
 _PHI4 = {
     "original_max_position_embeddings": 8,
@@ -239,6 +233,14 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 
+
+def _layout_of(family: str) -> Layout:
+    """The smallest layout that splits what is special in one of ``_NEWER``."""
+    if family in _STAGED:
+        return FOUR_RANKS
+    return _TWO_TP if family in _SHARDED else Layout()
+
+
 Case = tuple[str, str, dict[str, Any], Layout, str]
 """Family, variant, its fields, layout, and kind of rows."""
 CASES: tuple[Case, ...] = (
@@ -246,19 +248,19 @@ CASES: tuple[Case, ...] = (
     ("llama", "more ranks than keys", {}, _FOUR_TP, "right"),
     ("llama", "tied, biased", dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), True),
      TP2_DP2, "left"),
-    ("llama", "longrope", _rope("longrope", original_max_position_embeddings=8, **_LONGROPE,), FOUR_RANKS, "right"),
+    ("llama", "longrope", _OF_ALL, Layout(), "right"),
     ("gpt2", "", {}, FOUR_RANKS, "right"),
-    ("gpt_bigcode", "one key", {}, FOUR_RANKS, "right"),
+    ("gpt_bigcode", "one key", {}, _TWO_TP, "right"),
     ("mistral", "", {}, FOUR_RANKS, "left"),
     ("mistral", "a window of one", {"sliding_window": 1}, Layout(), "right"),
     ("qwen2", "windows in later layers", _WINDOWED, FOUR_RANKS, "left"),
     ("qwen3", "", {}, RECOMPUTED, "right"),
     ("bloom", "", {}, FOUR_RANKS, "right"),
-    ("falcon", "40b", _40B, FOUR_RANKS, "right"),
+    ("falcon", "40b", _40B, _TWO_TP, "right"),
     ("falcon", "11b", {**_40B, "num_ln_in_parallel_attn": 1, "bias": True}, Layout(), "left"),
-    ("falcon", "rw", _RW, FOUR_RANKS, "right"),
+    ("falcon", "rw", _RW, _TWO_TP, "right"),
     ("falcon", "one after the other", {"parallel_attn": False, **_rope("default")}, Layout(), "left"),
-    *((family, "", {}, FOUR_RANKS if family in _SPLIT else Layout(), rows) for family, rows in _NEWER.items()),
+    *((family, "", {}, _layout_of(family), rows) for family, rows in _NEWER.items()),
     ("phi3", "longrope of a part", _PHI4, Layout(), "right"),
     # Yarn scales the scores only of layers with positions; layer_types selects layers with windows.
     ("smollm3", "yarn, windows by type", {"sliding_window": 5, "layer_types": _WINDOW_TYPES,
@@ -269,6 +271,10 @@ CASES: tuple[Case, ...] = (
     ("ministral3", "", {}, _GATHER, "positions"),
 )  # fmt: skip
 RARER_CASES: tuple[Case, ...] = (
+    ("llama", "longrope", _OF_ALL, FOUR_RANKS, "right"),
+    ("gpt_bigcode", "one key", {}, FOUR_RANKS, "right"),
+    ("falcon", "40b", _40B, FOUR_RANKS, "right"),
+    ("falcon", "rw", _RW, FOUR_RANKS, "right"),
     ("llama", "dynamic, positions", _rope("dynamic", factor=3.0), INTERLEAVED, "positions"),
     ("llama", "llama3", _rope("llama3", original_max_position_embeddings=8, **_LLAMA3,), FOUR_RANKS, "positions"),
     ("gpt2", "untied", {**_UNTIED, "reorder_and_upcast_attn": True, "n_inner": None, "layer_norm_epsilon": 1e-3},
@@ -292,7 +298,8 @@ RARER_CASES: tuple[Case, ...] = (
     # The window counts tokens, not position ids.
     ("mistral", "given positions", {}, TP2, "positions"),
     ("olmo2", "more ranks than keys", {}, _FOUR_TP, "right"),
-    *((family, "", {}, Layout() if family in _SPLIT else FOUR_RANKS, rows) for family, rows in _NEWER.items()),
+    *((family, "", {}, Layout(), _NEWER[family]) for family in (*_STAGED, *_SHARDED)),
+    *((family, "", {}, FOUR_RANKS, rows) for family, rows in _NEWER.items() if family not in _STAGED),
     ("gemma3_text", "scaled", {"rope_parameters": _GEMMA3_ROPE}, INTERLEAVED, "positions"),
     ("olmo2", "recomputed", {}, _RECOMPUTING, "left"),
     ("gpt_neox", "one after the other", {"use_parallel_residual": False, "attention_bias": False},
