@@ -83,6 +83,11 @@ def preload() -> None:
         importlib.import_module("lightning_megatron.convert.registry").known_families()
     # Ranks may import it.
     del sys.modules[_NOT_PRELOADED]
+    # Each Trainer reads the entry points of all installed packages, which no rank installs or removes.
+    with contextlib.suppress(Exception):
+        registry: Any = importlib.import_module("lightning.fabric.utilities.registry")
+        registry.entry_points = functools.cache(registry.entry_points)
+        registry.entry_points(group="lightning.pytorch.callbacks_factory")
     # Otherwise garbage collection visits every imported object in each rank (0.3 s); saving a checkpoint collects.
     gc.freeze()
     # Forking is unsafe with other threads, which may hold locks, and with CUDA, which a forked rank could not use.
