@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from lightning_megatron.errors import CheckpointError
 from tests.convert.directories import converted, save_as, tensors_in, tiny
 from tests.convert.test_distributed_foreign import stacked, write_distributed
+from tests.marks import exhaustive
 from tests.ranks import run_ranks
 
 Arrays = dict[str, np.ndarray]
@@ -119,7 +120,7 @@ WRITTEN = ("hf", "megatron", "megatron-legacy")
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.bfloat16, torch.float16],
+    [torch.float32, torch.bfloat16, exhaustive(torch.float16)],
     ids=str,
 )
 def test_mean_of_every_format_and_dtype_equals_the_mean_by_hand(
