@@ -597,11 +597,16 @@ class MegatronModule(pl.LightningModule):
             self.log("skipped_steps", _cpu_scalar(float(optimizer.skipped_steps)), batch_size=1)
 
     def log_metrics(self, stage: Literal["val", "test"]) -> None:
-        """Log the objective's metrics of each validation or test set; every rank must call."""
+        """Log the objective's metrics of each validation or test set; every rank must call.
+
+        A set that a step of your own has evaluated without this class's has none: they would be NaN.
+        """
         num_batches = {"val": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}
         num_loaders = len(num_batches[stage])
         for index in range(num_loaders):
-            metrics = self._metrics_of(stage, index)
+            metrics = self._metrics.pop((stage, index), None)
+            if metrics is None:
+                continue
             # As Lightning appends it to the names of losses.
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             self._log_metrics_of_set(stage, metrics, suffix)
@@ -614,6 +619,8 @@ class MegatronModule(pl.LightningModule):
             self.train_step.update_metrics(metrics, microbatch, output)
 
         output = self.megatron.forward_only(batch, self.train_step, observe)
+        # Ranks of other stages than the last one observe nothing, and compute metrics with it.
+        self._metrics_of(stage, dataloader_idx)
         self._log_losses(stage, output, on_step=False)
         return output.loss
 

@@ -155,9 +155,6 @@ def _evaluate(
         def _fill_weights(self, chunks: torch.nn.ModuleList) -> None:
             fill_from(stored, chunks)
 
-        def log_metrics(self, stage: Literal["val", "test"]) -> None:
-            """No batch has been seen."""
-
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
             is_main = self.trainer.is_global_zero
             model = MegatronLM(

@@ -344,6 +344,33 @@ def test_each_validation_loader_has_its_own_metrics() -> None:
     assert common_result(_validate_on_two, case) == pytest.approx(expected, rel=6e-6)
 
 
+def _evaluate_second_set_alone(case: Case) -> dict[str, float]:
+    from lightning_megatron import MegatronModule
+
+    class Own(MegatronModule):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            if dataloader_idx == 1:
+                return super().validation_step(batch, batch_idx, dataloader_idx)
+            self.log("val_own", 7.0, add_dataloader_idx=False)
+            return None
+
+    loaders = [DataLoader(Sentences(num_rows, "uneven"), batch_size=4) for num_rows in (6, 11)]
+    trainer = trainer_of(case)
+    trainer.fit(module_of(case, Own), loader_of(case), loaders)
+    return {name: value for name, value in metrics_of(trainer).items() if name.startswith("val_")}
+
+
+def test_set_that_an_own_step_evaluates_has_no_metrics_of_the_objective() -> None:
+    metrics = common_result(_evaluate_second_set_alone, Case(layout=PP2, steps=1))
+    loss = metrics["val_loss/dataloader_idx_1"]
+    assert metrics == {
+        "val_own": 7.0,
+        "val_loss/dataloader_idx_1": loss,
+        "val_lm_loss/dataloader_idx_1": loss,
+        "val_perplexity/dataloader_idx_1": pytest.approx(math.exp(loss), rel=1e-5),
+    }
+
+
 # ---- invalid batches are refused on every rank ----------------------------------------------------------------------
 
 
