@@ -611,6 +611,12 @@ class MegatronModule(pl.LightningModule):
             suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""
             self._log_metrics_of_set(stage, metrics, suffix)
 
+    def forget_metrics(self, stage: Literal["val", "test"]) -> None:
+        """Forget what an evaluation that did not end has counted."""
+        for key in [key for key in self._metrics if key[0] == stage]:
+            for metric in self._metrics.pop(key).values():
+                metric.reset()
+
     def _evaluate(
         self, stage: str, batch: dict[str, torch.Tensor], dataloader_idx: int
     ) -> torch.Tensor:
@@ -1101,6 +1107,18 @@ class LoggedValues(pl.Callback):
         """Log the optimizer's metrics of the step."""
         if isinstance(pl_module, MegatronModule):
             pl_module.log_update()
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the objective's metrics anew, also after a validation that an exception has ended."""
+        if isinstance(pl_module, MegatronModule):
+            pl_module.forget_metrics("val")
+
+    @override
+    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the objective's metrics anew, also after a test that an exception has ended."""
+        if isinstance(pl_module, MegatronModule):
+            pl_module.forget_metrics("test")
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

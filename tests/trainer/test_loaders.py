@@ -1,5 +1,6 @@
 """Ordinary DataLoaders train and validate every layout on exactly the right rows, or are refused."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,6 +370,35 @@ def test_set_that_an_own_step_evaluates_has_no_metrics_of_the_objective() -> Non
         "val_lm_loss/dataloader_idx_1": loss,
         "val_perplexity/dataloader_idx_1": pytest.approx(math.exp(loss), rel=1e-5),
     }
+
+
+class _EndsOnce(Sentences):
+    """Sentences whose third batch of four cannot be read the first time."""
+
+    has_ended = False
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == 8 and not self.has_ended:
+            self.has_ended = True
+            raise OSError("the disk is away")
+        return super().__getitem__(index)
+
+
+def _validate_again(case: Case) -> tuple[list[dict[str, float]], bool]:
+    module = module_of(case)
+    rows = _EndsOnce(11, "uneven")
+    loader = DataLoader(rows, batch_size=4)
+    with contextlib.suppress(OSError):
+        trainer_of(case).validate(module, loader, verbose=False)
+    again = trainer_of(case).validate(module, loader, verbose=False)
+    fresh = trainer_of(case).validate(module_of(case), loader, verbose=False)
+    return [again[0], fresh[0]], rows.has_ended
+
+
+def test_validation_counts_nothing_of_one_that_an_exception_ended() -> None:
+    (again, fresh), has_ended = common_result(_validate_again, Case())
+    assert has_ended
+    assert again == fresh
 
 
 # ---- invalid batches are refused on every rank ----------------------------------------------------------------------
