@@ -23,10 +23,10 @@ HAS_GPU = shutil.which("nvidia-smi") is not None
 # Without a GPU, a version that has a CPU build:
 # the default build comes with gigabytes of CUDA libraries.
 TORCH = "torch>=2.10" if HAS_GPU else "torch==2.13.0"
-# Four processes on two cores: tests spend two fifths of their time waiting for ranks, disks or timeouts. The
+# Three processes on two cores: tests spend two fifths of their time waiting for ranks, disks or timeouts. The
 # tests of a file stay in one process, as many share slow fixtures. Files run in alphabetical order: by default those
 # with few, long tests would run last, when the other processes are idle.
-PYTEST = ("pytest", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CODE = ("lightning_megatron", "tests", "benchmarks", "examples", "recipes", "docs", "noxfile.py")
 
 
